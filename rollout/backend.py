@@ -1,0 +1,52 @@
+"""What the gRPC service needs from whatever stands behind it: the Ray pool, or a fake in tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from rollout.types import (
+    Completion,
+    GenerateRequest,
+    ScoreRequest,
+    ScoreResult,
+    ServerInfo,
+    TensorChunk,
+    TokenChunk,
+    SampleSummary,
+    WeightState,
+    WeightUpdate,
+)
+
+
+class Backend(Protocol):
+    """All methods raise errors of ``rollout.errors`` only."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk | SampleSummary | Completion]:
+        """Stream chunks and sample ends in any interleaving of samples, then one ``Completion``.
+
+        Closing the iterator (client cancel, deadline) aborts every sample of the request within one step.
+        """
+        ...
+
+    async def score(self, request: ScoreRequest) -> ScoreResult: ...
+
+    async def update_weights(self, update: WeightUpdate, chunks: AsyncIterator[TensorChunk]) -> WeightState:
+        """All replicas serve the new version when this returns, or none does and it raises."""
+        ...
+
+    async def abort(self, request_id: str) -> int:
+        """Abort every live sample of a request ("" = of all requests); their streams end with ABORTED. Returns how many."""
+        ...
+
+    async def pause(self) -> WeightState:
+        """No token is sampled between the return of pause and the call of resume."""
+        ...
+
+    async def resume(self) -> WeightState: ...
+
+    async def info(self) -> ServerInfo: ...
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Tokenize a text prompt, nothing added; UnsupportedFeature when the model has no tokenizer."""
+        ...

@@ -1,0 +1,58 @@
+"""Between ``rollout.v1`` messages and the records of ``rollout.types``, both ways.
+
+Requests are judged on the way in (InvalidRequest names the field); responses are checked on the way out and again on
+the client, where a breach is a fault of the service (RolloutError).
+"""
+
+from rollout.codec.fields import refuse_unknown_fields
+from rollout.codec.generate import (
+    GenerateEvent,
+    generate_event_from_proto,
+    generate_event_to_proto,
+    generate_request_from_proto,
+    generate_request_to_proto,
+)
+from rollout.codec.info import abort_from_proto, info_from_proto, info_to_proto
+from rollout.codec.sampling import sampling_from_proto, sampling_to_proto
+from rollout.codec.score import (
+    score_request_from_proto,
+    score_request_to_proto,
+    score_result_from_proto,
+    score_result_to_proto,
+)
+from rollout.codec.tensor import DTYPES, tensor_from_proto, tensor_to_proto
+from rollout.codec.weights import (
+    bucket_from_proto,
+    bucket_to_proto,
+    update_from_proto,
+    update_to_proto,
+    weights_from_proto,
+    weights_to_proto,
+)
+
+__all__ = [
+    "DTYPES",
+    "GenerateEvent",
+    "abort_from_proto",
+    "bucket_from_proto",
+    "bucket_to_proto",
+    "generate_event_from_proto",
+    "generate_event_to_proto",
+    "generate_request_from_proto",
+    "generate_request_to_proto",
+    "info_from_proto",
+    "info_to_proto",
+    "refuse_unknown_fields",
+    "sampling_from_proto",
+    "sampling_to_proto",
+    "score_request_from_proto",
+    "score_request_to_proto",
+    "score_result_from_proto",
+    "score_result_to_proto",
+    "tensor_from_proto",
+    "tensor_to_proto",
+    "update_from_proto",
+    "update_to_proto",
+    "weights_from_proto",
+    "weights_to_proto",
+]

@@ -1,0 +1,132 @@
+"""UpdateWeights: the head, the buckets, and the state that is served."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from math import prod
+
+from rollout.codec.fields import assign, extend
+from rollout.codec.tensor import DTYPES, dtype_from_proto, dtype_to_proto
+from rollout.errors import InvalidRequest
+from rollout.types import TensorChunk, UpdatePolicy, WeightState, WeightUpdate
+from rollout.v1 import rollout_pb2 as pb
+
+_POLICIES = {
+    UpdatePolicy.WAIT: pb.UPDATE_POLICY_WAIT,
+    UpdatePolicy.ABORT: pb.UPDATE_POLICY_ABORT,
+    UpdatePolicy.RECOMPUTE: pb.UPDATE_POLICY_RECOMPUTE,
+}
+_HEX = re.compile(r"[0-9a-f]+")
+
+
+def update_to_proto(update: WeightUpdate) -> pb.UpdateWeightsRequest:
+    """First message of the stream.
+
+    Raises:
+        InvalidRequest: a value does not fit its wire type.
+    """
+    begin = pb.BeginUpdate(policy=_POLICIES[update.policy])
+    assign(begin, "begin.", version=update.version, digest=update.digest, num_tensors=update.num_tensors)
+    return pb.UpdateWeightsRequest(begin=begin)
+
+
+def update_from_proto(message: pb.UpdateWeightsRequest) -> WeightUpdate:
+    """The head of an update. An unset policy is WAIT, as the protocol says.
+
+    Raises:
+        InvalidRequest: the stream does not start with ``begin``, or a value in it is unset or out of range.
+    """
+    if message.WhichOneof("part") != "begin":
+        raise InvalidRequest(
+            f"the first message of UpdateWeights carries {message.WhichOneof('part') or 'nothing'}; send begin first",
+            field="begin",
+        )
+    begin = message.begin
+    if begin.version < 1:
+        raise InvalidRequest(f"begin.version = {begin.version} must be >= 1", field="begin.version")
+    if not _HEX.fullmatch(begin.digest):
+        raise InvalidRequest(
+            f"begin.digest = {begin.digest[:80]!r} is no lower-case hex digest; send rollout.weights.root_digest",
+            field="begin.digest",
+        )
+    if begin.num_tensors < 1:
+        raise InvalidRequest(
+            f"begin.num_tensors = {begin.num_tensors} must be >= 1: an update holds every parameter",
+            field="begin.num_tensors",
+        )
+    return WeightUpdate(
+        version=begin.version, digest=begin.digest, num_tensors=begin.num_tensors, policy=_policy(begin.policy)
+    )
+
+
+def _policy(value: int) -> UpdatePolicy:
+    if value == pb.UPDATE_POLICY_UNSPECIFIED:
+        return UpdatePolicy.WAIT
+    for policy, known in _POLICIES.items():
+        if known == value:
+            return policy
+    raise InvalidRequest(
+        f"begin.policy = {value} is no known UpdatePolicy; set WAIT, ABORT or RECOMPUTE", field="begin.policy"
+    )
+
+
+def bucket_to_proto(chunks: Iterable[TensorChunk]) -> pb.UpdateWeightsRequest:
+    """A later message of the stream.
+
+    Raises:
+        InvalidRequest: the wire has no such dtype, or a value does not fit its wire type.
+    """
+    bucket = pb.TensorBucket()
+    for chunk in chunks:
+        item = bucket.chunks.add(dtype=dtype_to_proto(chunk.dtype, f"{chunk.name}.dtype"))
+        assign(item, f"{chunk.name}.", name=chunk.name, offset=chunk.offset, data=chunk.data)
+        extend(item.shape, chunk.shape, f"{chunk.name}.shape")
+    return pb.UpdateWeightsRequest(bucket=bucket)
+
+
+def bucket_from_proto(message: pb.UpdateWeightsRequest) -> tuple[TensorChunk, ...]:
+    """Chunks of a later message; whether they cover every tensor once is checked where they are staged.
+
+    Raises:
+        InvalidRequest: no bucket, an unknown dtype, or bytes outside the tensor.
+    """
+    if message.WhichOneof("part") != "bucket":
+        raise InvalidRequest(
+            f"a later message of UpdateWeights carries {message.WhichOneof('part') or 'nothing'}; "
+            "send only buckets after begin",
+            field="bucket",
+        )
+    return tuple(_chunk_from_proto(item, f"bucket.chunks[{i}]") for i, item in enumerate(message.bucket.chunks))
+
+
+def _chunk_from_proto(message: pb.TensorChunk, field: str) -> TensorChunk:
+    if not message.name:
+        raise InvalidRequest(f"{field}.name is empty; name the parameter as in the checkpoint", field=f"{field}.name")
+    dtype = dtype_from_proto(message.dtype, f"{field}.dtype")
+    shape = tuple(message.shape)
+    if min(shape, default=0) < 0:
+        raise InvalidRequest(f"{field}.shape = {list(shape)} of {message.name} is negative", field=f"{field}.shape")
+    size = prod(shape) * DTYPES[dtype][1]
+    end = message.offset + len(message.data)
+    if message.offset < 0 or end > size:
+        raise InvalidRequest(
+            f"{field} holds bytes [{message.offset}, {end}) of {message.name}, which has {size} "
+            f"({dtype} {list(shape)})",
+            field=f"{field}.data",
+        )
+    if not message.data and size:
+        raise InvalidRequest(
+            f"{field} holds no bytes of {message.name}, which has {size}; leave such a chunk out", field=f"{field}.data"
+        )
+    return TensorChunk(name=message.name, dtype=dtype, shape=shape, offset=message.offset, data=message.data)
+
+
+def weights_to_proto(state: WeightState) -> pb.WeightState:
+    """What is served, on the wire."""
+    return pb.WeightState(version=state.version, digest=state.digest)
+
+
+def weights_from_proto(message: pb.WeightState) -> WeightState:
+    """What is served."""
+    return WeightState(version=message.version, digest=message.digest)

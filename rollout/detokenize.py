@@ -1,0 +1,47 @@
+"""Text of sampled ids, piece by piece, by the tokenizers library's own decoding stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from rollout.errors import NotFound
+
+
+class TextStream:
+    """Incremental decoder of one sample; a piece is empty while its bytes are incomplete."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=False)
+
+    def push(self, token_id: int) -> str:
+        return self._stream.step(self._tokenizer, token_id) or ""
+
+
+class Detokenizer:
+    """Encodes prompts and decodes samples with a checkpoint's tokenizer.json; adds nothing of its own."""
+
+    def __init__(self, path: str | Path) -> None:
+        file = Path(path) / "tokenizer.json"
+        if not file.exists():
+            raise NotFound(f"{path} has no tokenizer.json: text prompts and stop strings need one; send token ids instead")
+        self._tokenizer: Tokenizer = Tokenizer.from_file(str(file))
+
+    @property
+    def defined_ids(self) -> frozenset[int]:
+        """Ids that stand for some token; the rest of the model's vocabulary is padding."""
+        return frozenset(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of the text, without template or special tokens."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: list[int]) -> str:
+        """Whole text of ids, special tokens included."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def stream(self) -> TextStream:
+        return TextStream(self._tokenizer)

@@ -1,0 +1,321 @@
+"""The native engine: paged KV, chunked prefill, continuous batching, one step at a time. Single-threaded by design.
+
+A step computes the scheduled rows in one forward pass, samples where a sequence's last known token was fed, and returns
+events. Whoever owns the engine calls ``step`` inside ``kernels.invariant_mode()`` and may add, abort or swap weights
+between steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rollout.attention import PagedStep
+from rollout.batch import StepBatch, build_batch
+from rollout.detokenize import Detokenizer
+from rollout.errors import DuplicateRequest, InvalidRequest, NotFound, RolloutError
+from rollout.kernels.base import KVLayout
+from rollout.kvcache import PageAllocator
+from rollout.logprobs import effective_temperature, row_digests
+from rollout.model import SharedModel
+from rollout.sampling import sample_seed, validate_sampling
+from rollout.scheduler import Scheduler, SchedulerLimits
+from rollout.sequence import Sequence
+from rollout.stopping import Stopper
+from rollout.token_sampler import TokenSampler
+from rollout.types import (
+    FinishDetail,
+    FinishReason,
+    SampleEvent,
+    SampleRequest,
+    SampleSummary,
+    ScoreSequence,
+    SequenceScore,
+    TokenChunk,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreEvent:
+    """A scored sequence is complete."""
+
+    sample_id: str
+    score: SequenceScore
+    weight_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class FailureEvent:
+    """A sequence ended with a typed error; its pages are free again."""
+
+    sample_id: str
+    error: RolloutError
+
+
+Event = SampleEvent | ScoreEvent | FailureEvent
+
+
+class Engine:
+    """One model replica's step machine."""
+
+    def __init__(
+        self,
+        model: SharedModel,
+        limits: SchedulerLimits,
+        *,
+        kv_cache_tokens: int,
+        tokenizer: Detokenizer | None = None,
+        weight_version: int = 0,
+        name: str = "engine",
+    ) -> None:
+        if limits.max_running > limits.max_batch_tokens:
+            raise InvalidRequest(
+                f"max_running {limits.max_running} exceeds max_batch_tokens {limits.max_batch_tokens}: "
+                "a step must hold one row of every running sequence",
+                field="engine.max_batch_tokens",
+            )
+        spec = model.spec
+        num_pages = kv_cache_tokens // limits.page_size
+        if num_pages < 1:
+            raise InvalidRequest(
+                f"kv_cache_tokens {kv_cache_tokens} is below one page of {limits.page_size}", field="engine.kv_cache_tokens"
+            )
+        self.model = model
+        self.name = name
+        self.weight_version = weight_version
+        self.pages = PageAllocator(num_pages)
+        self.scheduler = Scheduler(limits, self.pages)
+        self.store = model.kernels.allocate_kv(
+            KVLayout(spec.num_layers, num_pages, limits.page_size, spec.num_kv_heads, spec.head_dim, spec.dtype)
+        )
+        self._tokenizer = tokenizer
+        self._sampler = TokenSampler(spec.vocab_size)
+        self._live: dict[str, Sequence] = {}
+        self._undefined = self._undefined_ids()
+
+    # ---- requests -----------------------------------------------------------------------------------------------
+
+    def effective_request(self, request: SampleRequest) -> SampleRequest:
+        """Validate against the model and resolve max_tokens; see ``validate_sampling`` and C6.
+
+        Raises:
+            InvalidRequest: naming the field, the value and the limit.
+        """
+        spec = self.model.spec
+        self._check_ids(request.prompt_ids, "prompt_ids")
+        room = spec.context_length - len(request.prompt_ids)
+        if room < 1:
+            raise InvalidRequest(
+                f"the prompt has {len(request.prompt_ids)} tokens, the context holds {spec.context_length} "
+                "including at least one to generate",
+                field="prompt",
+            )
+        sampling = validate_sampling(request.sampling, vocab_size=spec.vocab_size)
+        if (sampling.stop or sampling.bar_undefined_tokens) and self._tokenizer is None:
+            raise InvalidRequest(
+                "stop strings and bar_undefined_tokens need a tokenizer, and the model has none; use stop_token_ids",
+                field="sampling.stop" if sampling.stop else "sampling.bar_undefined_tokens",
+            )
+        if sampling.seed is None:
+            raise InvalidRequest("a sample reached the engine without a seed", field="sampling.seed")
+        wanted = room if sampling.max_tokens is None else sampling.max_tokens
+        return dataclasses.replace(request, sampling=dataclasses.replace(sampling, max_tokens=min(wanted, room)))
+
+    def add(self, request: SampleRequest) -> None:
+        """Queue a sample whose request came through ``effective_request``."""
+        self._check_new(request.sample_id)
+        sampling = request.sampling
+        assert sampling.max_tokens is not None and sampling.seed is not None
+        barred = np.asarray(sampling.barred_token_ids, np.int64)
+        if sampling.bar_undefined_tokens:
+            barred = np.union1d(barred, self._undefined)
+        prompt = len(request.prompt_ids)
+        sequence = Sequence(
+            sample_id=request.sample_id,
+            token_ids=list(request.prompt_ids),
+            prompt_len=prompt,
+            max_len=prompt + sampling.max_tokens,
+            request=request,
+            temperature=effective_temperature(sampling.temperature),
+            row_digests=request.row_digests,
+            limit="context" if prompt + sampling.max_tokens >= self.model.spec.context_length else "max_tokens",
+            seed=sample_seed(sampling.seed, request.sample_index),
+            barred=barred,
+            stopper=Stopper(request, self.model.spec.eos_token_ids, self._tokenizer),
+        )
+        self.scheduler.add(sequence)
+        self._live[sequence.sample_id] = sequence
+
+    def add_score(self, sample_id: str, score: ScoreSequence, *, temperature: float, want_digests: bool) -> None:
+        """Queue a sequence to score; ends in a ``ScoreEvent``."""
+        self._check_new(sample_id)
+        length = len(score.token_ids)
+        self._check_ids(score.token_ids, "sequences")
+        if not 1 <= score.start < length:
+            raise InvalidRequest(f"start {score.start} is outside [1, {length - 1}]", field="sequences.start")
+        if length > self.model.spec.context_length:
+            raise InvalidRequest(
+                f"the sequence has {length} tokens, the context holds {self.model.spec.context_length}", field="sequences"
+            )
+        sequence = Sequence(
+            sample_id=sample_id,
+            token_ids=list(score.token_ids),
+            prompt_len=length,
+            max_len=length,
+            score=score,
+            temperature=effective_temperature(temperature),
+            row_digests=want_digests,
+            score_logprobs=np.full(length - score.start, np.nan, np.float32),
+            score_digests=np.zeros(length - score.start, np.uint64) if want_digests else None,
+        )
+        self.scheduler.add(sequence)
+        self._live[sample_id] = sequence
+
+    def abort(self, sample_id: str, message: str) -> SampleEvent:
+        """End a live sample now; what was sampled so far has been delivered and stays valid."""
+        sequence = self._live.get(sample_id)
+        if sequence is None:
+            raise NotFound(f"no live sample {sample_id!r}")
+        sequence.finish = FinishDetail(FinishReason.ABORTED, message=message)
+        return SampleEvent(sample_id, summary=self._retire(sequence))
+
+    def restart_kv(self) -> None:
+        """Forget every running sequence's KV: it is rebuilt before its next token (weights changed)."""
+        for sequence in self.scheduler.running:
+            sequence.num_computed = 0
+
+    @property
+    def live_ids(self) -> list[str]:
+        return list(self._live)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.waiting)
+
+    # ---- one step -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> list[Event]:
+        """Compute one batch; [] when there was nothing to do."""
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
+            return []
+        for rows in scheduled:
+            self.scheduler.ensure_pages(rows.sequence, rows.sequence.num_computed + rows.count)
+        batch = build_batch(scheduled, self.scheduler.limits.page_size)
+        step = PagedStep(
+            self.model.kernels, self.store, batch.slots, batch.page_table, batch.cache_seqlens, batch.cu_seqlens_q
+        )
+        hidden = self.model.hidden_states(batch.input_ids, batch.positions, step)
+        events: list[Event] = []
+        if len(batch.output_rows):
+            self._emit(batch, hidden[batch.output_rows], events)
+        for rows in scheduled:
+            sequence = rows.sequence
+            if sequence.finish is None and sequence.sample_id in self._live:
+                sequence.num_computed += rows.count
+                if sequence.score is not None and sequence.num_uncomputed == 0:
+                    events.append(self._finish_score(sequence))
+        return events
+
+    def _emit(self, batch: StepBatch, hidden: torch.Tensor, events: list[Event]) -> None:
+        logits = self.model.logits(hidden)
+        digests = row_digests(logits, self.model.spec.vocab_size) if batch.wants_digests else None
+        sampled = self._sampler.run(logits, batch.outputs)
+        for i, (output, token) in enumerate(zip(batch.outputs, sampled, strict=True)):
+            sequence, position = output.sequence, output.position
+            digest = digests[i] if digests is not None and sequence.row_digests else None
+            if token.error is not None:
+                if sequence.sample_id in self._live:
+                    self._retire(sequence)
+                    events.append(FailureEvent(sequence.sample_id, token.error))
+            elif sequence.score is not None:
+                at = position + 1 - sequence.score.start
+                assert sequence.score_logprobs is not None
+                sequence.score_logprobs[at] = token.policy_logprob
+                if digest is not None and sequence.score_digests is not None:
+                    sequence.score_digests[at] = digest
+            else:
+                events.append(self._append(sequence, token.token_id, token.policy_logprob, token.behavior_logprob, digest))
+
+    def _append(
+        self, sequence: Sequence, token_id: int, policy: np.float32, behavior: np.float32, digest: np.uint64 | None
+    ) -> SampleEvent:
+        assert sequence.request is not None and sequence.stopper is not None
+        sequence.token_ids.append(token_id)
+        sequence.record_version(self.weight_version)
+        chunk = TokenChunk(
+            sample_index=sequence.request.sample_index,
+            offset=sequence.num_generated - 1,
+            token_ids=np.array([token_id], np.int32),
+            policy_logprobs=np.array([policy], np.float32),
+            behavior_logprobs=np.array([behavior], np.float32),
+            weight_version=self.weight_version,
+            row_digests=None if digest is None else np.array([digest], np.uint64),
+        )
+        sequence.finish = sequence.stopper.push(token_id)
+        if sequence.finish is None and len(sequence.token_ids) >= sequence.max_len:
+            sequence.finish = FinishDetail(FinishReason.LENGTH, limit=sequence.limit)
+        summary = self._retire(sequence) if sequence.finish is not None else None
+        return SampleEvent(sequence.sample_id, chunk, summary)
+
+    # ---- ends ---------------------------------------------------------------------------------------------------
+
+    def _retire(self, sequence: Sequence) -> SampleSummary | None:
+        self.scheduler.remove(sequence)
+        del self._live[sequence.sample_id]
+        if sequence.request is None or sequence.finish is None:
+            return None
+        return SampleSummary(
+            sample_index=sequence.request.sample_index,
+            num_tokens=sequence.num_generated,
+            finish=sequence.finish,
+            spans=tuple(sequence.spans),
+            text=self._text(sequence),
+            replica=self.name,
+        )
+
+    def _finish_score(self, sequence: Sequence) -> ScoreEvent:
+        self._retire(sequence)
+        assert sequence.score_logprobs is not None
+        return ScoreEvent(
+            sequence.sample_id, SequenceScore(sequence.score_logprobs, sequence.score_digests), self.weight_version
+        )
+
+    def _text(self, sequence: Sequence) -> str | None:
+        if self._tokenizer is None or sequence.request is None:
+            return None
+        text = self._tokenizer.decode(sequence.token_ids[sequence.prompt_len :])
+        stop = sequence.finish.stop_string if sequence.finish is not None else None
+        if stop is not None and not sequence.request.sampling.include_stop:
+            return text[: text.rfind(stop)]
+        return text
+
+    # ---- checks -------------------------------------------------------------------------------------------------
+
+    def _undefined_ids(self) -> np.ndarray:
+        if self._tokenizer is None:
+            return np.empty(0, np.int64)
+        defined = self._tokenizer.defined_ids
+        return np.array([i for i in range(self.model.spec.vocab_size) if i not in defined], np.int64)
+
+    def _check_new(self, sample_id: str) -> None:
+        if sample_id in self._live:
+            raise DuplicateRequest(f"sample {sample_id!r} is already live")
+
+    def _check_ids(self, ids: tuple[int, ...], field: str) -> None:
+        if not ids:
+            raise InvalidRequest(f"{field} is empty; at least one token id is needed", field=field)
+        vocab = self.model.spec.vocab_size
+        for i, token in enumerate(ids):
+            if not 0 <= token < vocab:
+                raise InvalidRequest(f"{field}[{i}] = {token} is outside [0, {vocab - 1}]", field=field)
+
+

@@ -1,0 +1,216 @@
+"""The thread that owns an engine: commands between steps, steps while there is work, events to the outbox."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+
+from rollout.engine import Engine, Event, FailureEvent
+from rollout.errors import ReplicaUnavailable, RolloutError, WeightUpdateError
+from rollout.outbox import Outbox
+from rollout.types import TensorChunk, UpdatePolicy, WeightState, WeightUpdate
+from rollout.weights import WeightStage
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class EngineThread:
+    """Runs an engine. Every public method may be called from any thread and returns a future resolved between steps."""
+
+    def __init__(self, engine: Engine, weights: WeightState, *, threads: int) -> None:
+        self.engine = engine
+        self.outbox = Outbox()
+        self._weights = weights
+        self._threads = threads
+        self._wake = threading.Condition()
+        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._stopping = False
+        self._paused = False
+        self._quiesced = False
+        self._draining: Future[None] | None = None
+        self._stage: WeightStage | None = None
+        self._broken: RolloutError | None = None
+        self._thread = threading.Thread(target=self._run, name="zerodrift-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """End the thread after the step in progress."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify_all()
+        self._thread.join(timeout_s)
+        self.outbox.close()
+
+    def call(self, command: Callable[[], T]) -> Future[T]:
+        """Run ``command`` between two steps, on the engine's thread."""
+        future: Future[T] = Future()
+        with self._wake:
+            if self._stopping or self._broken is not None:
+                future.set_exception(self._broken or ReplicaUnavailable("the worker is shutting down"))
+                return future
+            self._commands.append((command, future))
+            self._wake.notify_all()
+        return future
+
+    @property
+    def broken(self) -> RolloutError | None:
+        """What ended the engine, if something did."""
+        return self._broken
+
+    @property
+    def weights(self) -> WeightState:
+        return self._weights
+
+    # ---- pausing ------------------------------------------------------------------------------------------------
+
+    def pause(self) -> Future[None]:
+        """No step starts after the future resolves, until ``resume``."""
+        return self.call(lambda: self._set_paused(True))
+
+    def resume(self) -> Future[None]:
+        return self.call(lambda: self._set_paused(False))
+
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+
+    # ---- weight updates, in phases ------------------------------------------------------------------------------
+
+    def stage(self, update: WeightUpdate) -> None:
+        """Phase 1: open a stage beside the weights being served; a half-finished one is dropped."""
+        self._stage = WeightStage(self.engine.model, update, self._weights)
+
+    def stage_chunks(self, chunks: list[TensorChunk]) -> None:
+        """Fill the stage. Touches nothing that serves, so it runs on the caller's thread, like ``verify_stage``."""
+        stage = self._current_stage()
+        for chunk in chunks:
+            stage.add(chunk)
+
+    def verify_stage(self) -> None:
+        """Phase 2: prove the stage whole."""
+        self._current_stage().verify()
+
+    def quiesce(self, policy: UpdatePolicy) -> Future[None]:
+        """Phase 3: apply the policy to requests in flight; resolves once no step will start before ``release``."""
+        done: Future[None] = Future()
+        self.call(lambda: self._begin_quiesce(policy, done)).add_done_callback(
+            lambda f: done.set_exception(error) if (error := f.exception()) is not None else None
+        )
+        return done
+
+    def commit(self) -> Future[WeightState]:
+        """Phase 4: switch."""
+        return self.call(self._commit)
+
+    def release(self) -> Future[None]:
+        """End of an update, committed or not: drop the stage, go on."""
+        return self.call(self._release)
+
+    def _current_stage(self) -> WeightStage:
+        if self._stage is None:
+            raise WeightUpdateError("no update is staged")
+        return self._stage
+
+    def _begin_quiesce(self, policy: UpdatePolicy, done: Future[None]) -> None:
+        if policy is UpdatePolicy.WAIT and self._paused and self.engine.num_running:
+            raise WeightUpdateError(
+                f"policy wait needs {self.engine.num_running} running samples to finish, but the service is paused; "
+                "resume it, or use abort or recompute",
+                field="begin.policy",
+            )
+        self.engine.scheduler.hold_admission = True
+        if policy is UpdatePolicy.ABORT:
+            running = [s.sample_id for s in self.engine.scheduler.running if s.request is not None]
+            self.outbox.put([self.engine.abort(i, "weight update") for i in running])
+        if policy is UpdatePolicy.RECOMPUTE:
+            self._quiesced = True
+            done.set_result(None)
+        else:
+            self._draining = done
+
+    def _commit(self) -> WeightState:
+        if not self._quiesced:
+            raise WeightUpdateError("commit before the engine was quiesced")
+        self._weights = self._current_stage().commit()
+        self.engine.weight_version = self._weights.version
+        self.engine.restart_kv()
+        return self._weights
+
+    def _release(self) -> None:
+        self._stage = None
+        self._quiesced = False
+        self.engine.scheduler.hold_admission = False
+        draining, self._draining = self._draining, None
+        if draining is not None:
+            draining.set_exception(WeightUpdateError("the update was withdrawn while samples were finishing"))
+
+    # ---- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)
+        with self.engine.model.kernels.invariant_mode():
+            while self._wait_for_work():
+                try:
+                    self._run_commands()
+                    if not self._paused and not self._quiesced:
+                        self.outbox.put(self.engine.step())
+                    self._finish_drain()
+                except Exception as error:  # the engine's state can no longer be trusted: fence it, answer everyone
+                    log.exception("engine step failed")
+                    self._break(error)
+                    return
+        self._refuse_commands(ReplicaUnavailable("the worker is shutting down"))
+
+    def _has_steps(self) -> bool:
+        busy = bool(self.engine.num_running) or (
+            bool(self.engine.num_waiting) and not self.engine.scheduler.hold_admission
+        )
+        return busy and not self._paused and not self._quiesced
+
+    def _wait_for_work(self) -> bool:
+        with self._wake:
+            self._wake.wait_for(lambda: self._stopping or self._commands or self._has_steps())
+            return not self._stopping
+
+    def _run_commands(self) -> None:
+        while True:
+            with self._wake:
+                if not self._commands:
+                    return
+                command, future = self._commands.popleft()
+            try:
+                future.set_result(command())
+            except Exception as error:
+                future.set_exception(error)
+
+    def _finish_drain(self) -> None:
+        if self._draining is not None and self.engine.num_running == 0:
+            self._quiesced = True
+            draining, self._draining = self._draining, None
+            draining.set_result(None)
+
+    def _break(self, error: Exception) -> None:
+        reason = error if isinstance(error, RolloutError) else ReplicaUnavailable(f"worker {self.engine.name} failed")
+        failures: list[Event] = [FailureEvent(sample_id, reason) for sample_id in self.engine.live_ids]
+        with self._wake:
+            self._broken = reason
+        self._refuse_commands(reason)
+        if self._draining is not None:
+            self._draining.set_exception(reason)
+        self.outbox.put(failures)
+
+    def _refuse_commands(self, reason: RolloutError) -> None:
+        with self._wake:
+            commands, self._commands = list(self._commands), deque()
+        for _, future in commands:
+            future.set_exception(reason)
+
+

@@ -1,0 +1,181 @@
+"""Interceptors of the asyncio gRPC server, outside in: request id, errors, then whatever is handed in (authentication).
+
+An interceptor is a guard: an async context manager around one call. ``guarded`` puts it around handlers of every kind,
+and closes a handler's stream deterministically, where grpc.aio would leave that to the garbage collector.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import inspect
+import logging
+import re
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextvars import ContextVar
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+import structlog
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from rollout.errors import CapacityExceeded, RolloutError
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in the stubs only
+
+DOMAIN = "rollout"
+"""``ErrorInfo.domain``."""
+REQUEST_ID_KEY = "x-request-id"
+RETRY_DELAY_S = 1
+"""What ``RetryInfo`` suggests when a queue is full."""
+MAX_MESSAGE_BYTES = 1000
+"""Status text is cut here: it travels in HTTP/2 trailers, escaped and twice, and peers refuse more than 8 KiB."""
+
+_logger = logging.getLogger(__name__)
+_request_id: ContextVar[str] = ContextVar("rollout_request_id", default="")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def current_request_id() -> str:
+    """Id of the RPC that this task serves, "" outside of one."""
+    return _request_id.get()
+
+
+class GuardInterceptor(grpc.aio.ServerInterceptor, abc.ABC):
+    """An interceptor that runs ``guard`` around every call, of every kind."""
+
+    @abc.abstractmethod
+    def guard(self, details: grpc.HandlerCallDetails, context: Context) -> AbstractAsyncContextManager[None]:
+        """Entered before the handler, left after its last message; may raise ``RolloutError`` or abort the context."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """Wrap the handler that the rest of the chain found; None (unknown method) passes through."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        return guarded(handler, lambda context: self.guard(handler_call_details, context))
+
+
+def guarded(handler: Handler, guard: Callable[[Context], AbstractAsyncContextManager[None]]) -> Handler:
+    """The handler with ``guard`` around each call. Streams are async generators or coroutines that call ``write``."""
+    behavior = _behavior(handler)
+
+    async def respond(request: Any, context: Context) -> Any:  # noqa: ANN401 - any message type
+        async with guard(context):
+            return await behavior(request, context)
+
+    async def stream(request: Any, context: Context) -> None:  # noqa: ANN401 - any message type
+        async with guard(context):
+            responses = behavior(request, context)
+            if not inspect.isasyncgen(responses):
+                await responses
+                return
+            async with aclosing(responses):
+                async for response in responses:
+                    await context.write(response)
+
+    # The stubs of method_handler know synchronous behaviours only.
+    make: Callable[..., Handler]
+    if handler.request_streaming:
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+    else:
+        make = (
+            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+        )
+    return make(
+        stream if handler.response_streaming else respond,
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+
+
+def _behavior(handler: Handler) -> Callable[[Any, Context], Any]:
+    kinds = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
+    behavior = next(kind for kind in kinds if kind is not None)
+    return behavior  # type: ignore[return-value]  # as above: an aio context
+
+
+class RequestIdInterceptor(GuardInterceptor):
+    """Gives each RPC an id (metadata ``x-request-id``, or a new one) and binds it for logs and error details."""
+
+    @asynccontextmanager
+    async def guard(self, details: grpc.HandlerCallDetails, context: Context) -> AsyncIterator[None]:
+        """Bind the id for the length of the call."""
+        given = next((value for key, value in details.invocation_metadata or () if key == REQUEST_ID_KEY), "")
+        valid = isinstance(given, str) and _REQUEST_ID.fullmatch(given)
+        # An id that would not survive a log line is replaced rather than quoted.
+        request_id = str(given) if valid else secrets.token_hex(8)
+        token = _request_id.set(request_id)
+        try:
+            with structlog.contextvars.bound_contextvars(request_id=request_id):
+                yield
+        finally:
+            _request_id.reset(token)
+
+
+class ErrorInterceptor(GuardInterceptor):
+    """Ends a failed call with a typed status. Texts of unforeseen errors stay in the server's log."""
+
+    @asynccontextmanager
+    async def guard(self, details: grpc.HandlerCallDetails, context: Context) -> AsyncIterator[None]:
+        """Translate what the call raises; cancellation and grpc's own errors (abort, client gone) pass."""
+        try:
+            yield
+        except (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.InternalError):
+            raise
+        except RolloutError as error:
+            await context.abort_with_status(rpc_status.to_status(status_of(error, current_request_id())))
+        except Exception:
+            request_id = current_request_id()
+            _logger.exception("internal error in %s, id=%s", details.method, request_id)
+            hidden = RolloutError(f"internal error, id={request_id}")
+            await context.abort_with_status(rpc_status.to_status(status_of(hidden, request_id)))
+
+
+def status_of(error: RolloutError, request_id: str = "") -> status_pb2.Status:
+    """The error as ``google.rpc.Status``: ErrorInfo, and BadRequest or RetryInfo where they apply."""
+    message = _cut(error.message, MAX_MESSAGE_BYTES)
+    field = _cut(error.field, 200)
+    details: list[Any] = [
+        error_details_pb2.ErrorInfo(
+            reason=error.reason,
+            domain=DOMAIN,
+            metadata={"request_id": request_id} | ({"field": field} if field else {}),
+        )
+    ]
+    if error.field and error.code == "INVALID_ARGUMENT":
+        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=_cut(error.message, 200))
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, CapacityExceeded):
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.seconds = RETRY_DELAY_S
+        details.append(retry)
+    packed = [any_pb2.Any() for _ in details]
+    for slot, detail in zip(packed, details, strict=True):
+        slot.Pack(detail)
+    return status_pb2.Status(code=grpc.StatusCode[error.code].value[0], message=message, details=packed)
+
+
+def _cut(text: str, limit: int) -> str:
+    # Lone surrogates cannot travel in UTF-8; show them escaped.
+    data = text.encode("utf-8", "backslashreplace")
+    return data.decode() if len(data) <= limit else data[: limit - 3].decode("utf-8", "ignore") + "..."
+
+
+def standard_interceptors(*inner: grpc.aio.ServerInterceptor) -> tuple[grpc.aio.ServerInterceptor, ...]:
+    """Request id, errors, then ``inner``: a guard in ``inner`` (authentication) may raise typed errors."""
+    return (RequestIdInterceptor(), ErrorInterceptor(), *inner)

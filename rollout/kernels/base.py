@@ -1,0 +1,148 @@
+"""The kernel-set contract (C3): what a model forward needs, and what a set declares about itself."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rollout.errors import UnsupportedFeature
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a kernel set supports. Absent means refused, never ignored."""
+
+    dtypes: frozenset[torch.dtype]
+    page_sizes: frozenset[int]
+    """Tokens per KV page."""
+    max_head_dim: int
+    features: frozenset[str]
+    """Names out of ``FEATURES``."""
+    mixed_rows: bool
+    """Whether decode and prefill rows may share one attention call without changing bits."""
+
+
+FEATURES: Mapping[str, str] = {
+    "causal": "causal mask aligned bottom-right",
+    "gqa": "fewer KV heads than query heads",
+    "paged": "paged KV cache",
+    "varlen": "packed sequences by cu_seqlens",
+    "backward": "gradients of the training forward",
+    "sliding_window": "local attention window",
+    "softcap": "tanh cap on attention scores",
+    "alibi": "linear position biases",
+    "mla": "multi-head latent attention",
+    "fp8": "8-bit floating point KV or weights",
+    "rope_in_kernel": "rotary embedding inside the attention kernel",
+    "additive_mask": "arbitrary additive attention mask",
+    "attention_sinks": "learned sink logits",
+    "linear_attention": "linear or recurrent attention layers",
+    "moe": "mixture-of-experts layers",
+    "graph_capture": "device graph capture of a step",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Sizes of a paged KV cache."""
+
+    num_layers: int
+    num_pages: int
+    page_size: int
+    """tokens"""
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_page(self) -> int:
+        """K and V of all layers, for one page."""
+        return 2 * self.num_layers * self.page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class KVStore(ABC):
+    """Paged K and V of all layers, in the layout the kernel set likes best."""
+
+    layout: KVLayout
+
+    @abstractmethod
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        """Store rows: key, value [T, H_kv, D]; slots int64 [T] = page * page_size + offset."""
+
+    @abstractmethod
+    def poison(self) -> None:
+        """Fill everything with NaN: what is read without having been written then shows."""
+
+
+class KernelSet(ABC):
+    """One provider of every operation whose order of arithmetic matters."""
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+    page_size: int
+    """Tokens per KV page; also the block in which attention reduces keys."""
+
+    @abstractmethod
+    def allocate_kv(self, layout: KVLayout) -> KVStore:
+        """Reserve the whole cache up front."""
+
+    @abstractmethod
+    def attention_with_kvcache(
+        self,
+        q: torch.Tensor,
+        store: KVStore,
+        layer: int,
+        *,
+        page_table: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        softmax_scale: float,
+        causal: bool = True,
+    ) -> torch.Tensor:
+        """FA3 ``flash_attn_with_kvcache`` with varlen queries and num_splits = 1; KV must already be written.
+
+        Args:
+            q: [T, H, D] packed query rows of B sequences.
+            page_table: int32 [B, max_pages].
+            cache_seqlens: int32 [B] keys of each sequence, this step's included.
+            cu_seqlens_q: int32 [B + 1].
+
+        Returns:
+            [T, H, D] in q's dtype. Rows that see no key are zero.
+        """
+
+    @abstractmethod
+    def attention_varlen(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        softmax_scale: float,
+        causal: bool = True,
+    ) -> torch.Tensor:
+        """FA3 ``flash_attn_varlen_func``: q [T, H, D]; k, v [S, H_kv, D]; differentiable. Bits equal the paged call's."""
+
+    @abstractmethod
+    def invariant_mode(self) -> contextlib.AbstractContextManager[None]:
+        """While active, every aten operation used by a supported model is row-invariant on this set's device."""
+
+    @abstractmethod
+    def providers(self) -> Mapping[str, str]:
+        """Operation name -> implementation, for the parity manifest."""
+
+    def require(self, feature: str, wanted_by: str) -> None:
+        """Raise UnsupportedFeature when ``feature`` is absent."""
+        if feature not in self.capabilities.features:
+            options = ", ".join(sorted(self.capabilities.features))
+            raise UnsupportedFeature(
+                f"{wanted_by} needs {feature} ({FEATURES[feature]}), which kernel set {self.name!r} does not support; "
+                f"it supports: {options}"
+            )

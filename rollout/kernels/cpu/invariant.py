@@ -1,0 +1,174 @@
+"""Invariant mode for CPU: aten kernels replaced, through ``torch.library``, by row-invariant ones while it is active.
+
+The switch follows thinking-machines' ``set_batch_invariant_mode``. The dispatcher's table belongs to the process, so
+nested or concurrent uses share one installation, counted; the last to leave restores torch's own kernels. Autograd is
+untouched: formulas sit above the replaced kernels, and the products of a backward pass are invariant too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from rollout.kernels.cpu import activation
+
+ROW_TILE = 16
+"""Products run on a multiple of this many rows: MKL and oneDNN pick other kernels, and other orders, for fewer rows."""
+_PARALLEL_REDUCE_ELEMENTS = 32768  # aten's GRAIN_SIZE: from here on a reduction to one element is split over threads
+_SUPPORTED = (torch.float32, torch.bfloat16)
+
+
+def _pad_rows(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Zero rows appended up to a multiple of ROW_TILE."""
+    missing = -x.size(dim) % ROW_TILE
+    if missing == 0:
+        return x
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat((x, x.new_zeros(shape)), dim)
+
+
+class OperatorOverrides:
+    """Counted installation of the replaced kernels in torch's dispatcher."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._library: torch.library.Library | None = None
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._depth == 0:
+                self._library = self._install()
+            self._depth += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0 and self._library is not None:
+                self._library._destroy()
+                self._library = None
+
+    @property
+    def active(self) -> bool:
+        return self._depth > 0
+
+    @staticmethod
+    def _install() -> torch.library.Library:
+        library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            # torch announces that a kernel is overridden, which is the purpose here.
+            warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
+            for name, build in _REPLACEMENTS.items():
+                original = torch.library.get_kernel(f"aten::{name}", "CPU")
+                library.impl(name, build(original), "CPU", with_keyset=True, allow_override=True)
+        return library
+
+
+def _mm(original: Any) -> Callable[..., torch.Tensor]:
+    def mm(keys: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = original.call_boxed(keys, _pad_rows(a, 0), b)
+        return result[: a.size(0)]
+
+    return mm
+
+
+def _addmm(original: Any) -> Callable[..., torch.Tensor]:
+    def addmm(
+        keys: Any, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+    ) -> torch.Tensor:
+        if bias.dim() == 2 and bias.size(0) == a.size(0):
+            bias = _pad_rows(bias, 0)
+        result: torch.Tensor = original.call_boxed(keys, bias, _pad_rows(a, 0), b, beta=beta, alpha=alpha)
+        return result[: a.size(0)]
+
+    return addmm
+
+
+def _bmm(original: Any) -> Callable[..., torch.Tensor]:
+    def bmm(keys: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = original.call_boxed(keys, _pad_rows(a, 1), b)
+        return result[:, : a.size(1)]
+
+    return bmm
+
+
+def _elementwise(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Callable[..., torch.Tensor]]:
+    def build(original: Any) -> Callable[..., torch.Tensor]:
+        def replaced(keys: Any, x: torch.Tensor) -> torch.Tensor:
+            if x.dtype in _SUPPORTED:
+                return function(x)
+            result: torch.Tensor = original.call_boxed(keys, x)
+            return result
+
+        return replaced
+
+    return build
+
+
+def _rsqrt(original: Any) -> Callable[..., torch.Tensor]:
+    def rsqrt(keys: Any, x: torch.Tensor) -> torch.Tensor:
+        # float32 1/sqrt rounds every step correctly in vector body and tail alike; the bfloat16 kernel does not.
+        result: torch.Tensor = original.call_boxed(keys, x.float() if x.dtype == torch.bfloat16 else x)
+        return result.to(x.dtype)
+
+    return rsqrt
+
+
+def _reduction(original: Any) -> Callable[..., torch.Tensor]:
+    def reduce(
+        keys: Any,
+        x: torch.Tensor,
+        dim: Sequence[int] | None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        dims = [d % x.dim() for d in dim] if dim else list(range(x.dim()))
+        outputs = x.numel()
+        for d in dims:
+            outputs //= max(x.size(d), 1)
+        if outputs != 1 or x.numel() < _PARALLEL_REDUCE_ELEMENTS:
+            result: torch.Tensor = original.call_boxed(keys, x, dim, keepdim, dtype=dtype)
+            return result
+        # A single output would be summed in pieces, one per thread: give it a neighbour, as any batch would.
+        pair = torch.stack((x, x))
+        result = original.call_boxed(keys, pair, [d + 1 for d in dims], keepdim, dtype=dtype)
+        return result[0]
+
+    return reduce
+
+
+_REPLACEMENTS: dict[str, Callable[[Any], Callable[..., torch.Tensor]]] = {
+    "mm": _mm,
+    "addmm": _addmm,
+    "bmm": _bmm,
+    "silu": _elementwise(activation.silu),
+    "sigmoid": _elementwise(activation.sigmoid),
+    "rsqrt": _rsqrt,
+    "sum.dim_IntList": _reduction,
+    "mean.dim": _reduction,
+}
+
+
+@functools.lru_cache(maxsize=1)
+def overrides() -> OperatorOverrides:
+    """The process's one installation, made on first use."""
+    return OperatorOverrides()
+
+
+@contextlib.contextmanager
+def invariant_mode() -> Iterator[None]:
+    """Row-invariant aten kernels inside the block; reentrant and safe across threads."""
+    state = overrides()
+    state.enter()
+    try:
+        yield
+    finally:
+        state.leave()

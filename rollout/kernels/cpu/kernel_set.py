@@ -1,0 +1,231 @@
+"""The CPU kernel set: the contract of ``rollout.kernels.base`` on the compiled kernels beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rollout.errors import ConfigError, InvalidRequest, UnsupportedFeature
+from rollout.kernels.base import Capabilities, KernelSet, KVLayout, KVStore
+from rollout.kernels.cpu import invariant
+from rollout.kernels.cpu.attention import paged_attention, write_pages
+from rollout.kernels.cpu.attention_backward import attention_backward
+from rollout.kernels.cpu.parallel import run_split
+
+QUERY_TILE = 32
+"""Query rows a task handles; rows are independent, so it changes speed only."""
+_WORTH_A_THREAD = 8192
+"""Query rows times keys from which handing half of them to a second thread pays."""
+
+
+def _array(x: torch.Tensor) -> np.ndarray:
+    """Numpy view of a contiguous tensor; bfloat16 as its uint16 bits."""
+    x = x.detach().contiguous()
+    return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
+
+
+class CpuKVStore(KVStore):
+    """K as [layer, page, H_kv, D, token], V as [layer, page, H_kv, token, D]: both stream in the kernel's inner loops."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self.layout = layout
+        head = (layout.num_layers, layout.num_pages, layout.num_kv_heads)
+        self.keys = torch.zeros(*head, layout.head_dim, layout.page_size, dtype=layout.dtype)
+        self.values = torch.zeros(*head, layout.page_size, layout.head_dim, dtype=layout.dtype)
+        self._key_arrays = [_array(k) for k in self.keys]
+        self._value_arrays = [_array(v) for v in self.values]
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        write_pages(
+            _array(key), _array(value), slots.numpy(), self._key_arrays[layer], self._value_arrays[layer]
+        )  # fmt: skip
+
+    def arrays(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """K and V pages of a layer as numpy views."""
+        return self._key_arrays[layer], self._value_arrays[layer]
+
+    def poison(self) -> None:
+        self.keys.fill_(float("nan"))
+        self.values.fill_(float("nan"))
+
+
+def _tasks(cu_seqlens_q: np.ndarray) -> np.ndarray:
+    """(sequence, first row) of every query tile, int32 [n, 2]; long tiles first would not change a bit, nor do we."""
+    lengths = np.diff(cu_seqlens_q)
+    tiles = (lengths + QUERY_TILE - 1) // QUERY_TILE
+    sequence = np.repeat(np.arange(len(lengths), dtype=np.int32), tiles)
+    within = np.arange(len(sequence), dtype=np.int32) - np.repeat(np.cumsum(tiles) - tiles, tiles).astype(np.int32)
+    return np.stack((sequence, within * QUERY_TILE), axis=1).astype(np.int32)
+
+
+def _costs(
+    tasks: np.ndarray, cache_seqlens: np.ndarray, cu_seqlens_q: np.ndarray, kv_heads: int
+) -> npt.NDArray[np.int64]:
+    """Query rows times keys of every job (task, KV head), to share jobs out evenly."""
+    rows = np.minimum(np.diff(cu_seqlens_q)[tasks[:, 0]] - tasks[:, 1], QUERY_TILE).astype(np.int64)
+    return np.repeat(rows * cache_seqlens[tasks[:, 0]], kv_heads)
+
+
+def _attend(
+    q: torch.Tensor,
+    pages: tuple[np.ndarray, np.ndarray],
+    page_table: np.ndarray,
+    cache_seqlens: np.ndarray,
+    cu_seqlens_q: np.ndarray,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the compiled kernel: out [T, H, D] in q's dtype and lse float32 [H, T]."""
+    query = q.detach().to(torch.float32).contiguous()
+    out = torch.empty_like(query)
+    lse = torch.empty(q.size(1), q.size(0))
+    tasks = _tasks(cu_seqlens_q)
+    arrays = query.numpy(), *pages, page_table, cache_seqlens, cu_seqlens_q, tasks
+    results = out.numpy(), lse.numpy()
+
+    def part(first: int, last: int) -> None:
+        paged_attention(*arrays, QUERY_TILE, first, last, np.float32(scale), causal, *results)
+
+    run_split(part, _costs(tasks, cache_seqlens, cu_seqlens_q, pages[0].shape[1]), worth=_WORTH_A_THREAD)
+    return out.to(q.dtype), lse
+
+
+class _VarlenAttention(torch.autograd.Function):
+    """Training attention: K and V are laid out in fresh pages and go through the rollout's own kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        scale: float,
+        causal: bool,
+        page_size: int,
+    ) -> torch.Tensor:
+        cu_q, cu_k = cu_seqlens_q.numpy(), cu_seqlens_k.numpy()
+        lengths = np.diff(cu_k)
+        pages = (lengths + page_size - 1) // page_size
+        first_page = np.cumsum(pages) - pages
+        table = first_page[:, None] + np.arange(max(int(pages.max(initial=0)), 1))[None]
+        layout = KVLayout(1, max(int(pages.sum()), 1), page_size, k.size(1), k.size(2), k.dtype)
+        store = CpuKVStore(layout)
+        within = np.arange(int(cu_k[-1])) - np.repeat(cu_k[:-1], lengths)
+        slots = np.repeat(first_page, lengths) * page_size + within
+        store.write(0, k, v, torch.from_numpy(slots.astype(np.int64)))
+        out, lse = _attend(
+            q, store.arrays(0), table.astype(np.int32), lengths.astype(np.int32), cu_q, scale, causal
+        )  # fmt: skip
+        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+        ctx.scale, ctx.causal = scale, causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        dq, dk, dv = attention_backward(grads[0], *ctx.saved_tensors, scale=ctx.scale, causal=ctx.causal)
+        return dq, dk, dv, None, None, None, None, None
+
+
+class CpuKernelSet(KernelSet):
+    """Rows independent by construction; bf16 and fp32; any head dim up to 256."""
+
+    name: ClassVar[str] = "cpu"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        dtypes=frozenset({torch.bfloat16, torch.float32}),
+        page_sizes=frozenset({16, 32, 64, 128, 256}),
+        max_head_dim=256,
+        features=frozenset({"causal", "gqa", "paged", "varlen", "backward"}),
+        mixed_rows=True,
+    )
+
+    def __init__(self, page_size: int = 128) -> None:
+        if page_size not in self.capabilities.page_sizes:
+            raise ConfigError(
+                f"page size {page_size} is not one of {sorted(self.capabilities.page_sizes)} (kernel set cpu)",
+                field="engine.page_size",
+            )
+        self.page_size = page_size
+
+    def allocate_kv(self, layout: KVLayout) -> CpuKVStore:
+        if layout.dtype not in self.capabilities.dtypes:
+            raise UnsupportedFeature(f"kernel set cpu holds KV in bfloat16 or float32, not {layout.dtype}")
+        if layout.page_size != self.page_size:
+            raise ConfigError(f"KV layout has pages of {layout.page_size}, kernel set cpu was made for {self.page_size}")
+        return CpuKVStore(layout)
+
+    def attention_with_kvcache(
+        self,
+        q: torch.Tensor,
+        store: KVStore,
+        layer: int,
+        *,
+        page_table: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        softmax_scale: float,
+        causal: bool = True,
+    ) -> torch.Tensor:
+        assert isinstance(store, CpuKVStore)
+        _check_shapes(q, store.layout.num_kv_heads, store.layout.head_dim, cu_seqlens_q)
+        out, _ = _attend(
+            q, store.arrays(layer), page_table.numpy(), cache_seqlens.numpy(), cu_seqlens_q.numpy(), softmax_scale, causal
+        )  # fmt: skip
+        return out
+
+    def attention_varlen(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        softmax_scale: float,
+        causal: bool = True,
+    ) -> torch.Tensor:
+        _check_shapes(q, k.size(1), k.size(2), cu_seqlens_q)
+        if int(cu_seqlens_k[-1]) != k.size(0) or k.shape != v.shape:
+            raise InvalidRequest(f"k {tuple(k.shape)}, v {tuple(v.shape)} do not match cu_seqlens_k end {int(cu_seqlens_k[-1])}")
+        result: torch.Tensor = _VarlenAttention.apply(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, self.page_size
+        )  # fmt: skip
+        return result
+
+    def invariant_mode(self) -> contextlib.AbstractContextManager[None]:
+        return invariant.invariant_mode()
+
+    def providers(self) -> Mapping[str, str]:
+        """See ``KernelSet.providers``."""
+        return {
+            "attention": f"zerodrift.cpu.paged_attention(block={self.page_size}, lanes=16, num_splits=1)",
+            "linear": f"aten.mm(rows padded to {invariant.ROW_TILE})",
+            "silu": "zerodrift.cpu.silu",
+            "norm": "transformers eager, aten.mean(one-row guard)",
+            "rope": "transformers eager",
+            "log_softmax": "aten._log_softmax",
+            "sampler": "zerodrift.cpu.sampler",
+        }
+
+
+def _check_shapes(q: torch.Tensor, kv_heads: int, head_dim: int, cu_seqlens_q: torch.Tensor) -> None:
+    if q.size(1) % kv_heads or q.size(2) != head_dim:
+        raise InvalidRequest(
+            f"query [T, H, D] = {tuple(q.shape)} does not fit {kv_heads} KV heads of dim {head_dim}: "
+            "H must be a multiple of H_kv and D equal"
+        )
+    if int(cu_seqlens_q[-1]) != q.size(0):
+        raise InvalidRequest(f"cu_seqlens_q ends at {int(cu_seqlens_q[-1])}, query has {q.size(0)} rows")
+
+
+@functools.lru_cache(maxsize=8)
+def cpu_kernels(page_size: int = 128) -> CpuKernelSet:
+    """One set per page size in a process."""
+    return CpuKernelSet(page_size)

@@ -1,0 +1,180 @@
+"""The shared model definition: a Hugging Face architecture plus a kernel set. Both sides load through it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from rollout.attention import AttentionStep, register_interface
+from rollout.errors import InvalidRequest, NotFound, UnsupportedFeature
+from rollout.kernels.base import KernelSet
+
+ARCHITECTURES = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+"""Proven bit-equal between decode, prefill and training by tests/parity."""
+ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""The others rescale by the longest position in the call, so a stranger in the batch would change your rotation."""
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Sizes the engine needs."""
+
+    name: str
+    vocab_size: int
+    """config.vocab_size: the C1 vocabulary"""
+    context_length: int
+    """tokens"""
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype
+    tied: bool
+    """lm_head shares the embedding"""
+
+
+def required_features(config: PretrainedConfig) -> list[tuple[str, str]]:
+    """(feature, config field that asks for it) beyond plain causal attention; a kernel set must list each."""
+
+    def get(name: str) -> Any:
+        return getattr(config, name, None)
+
+    layers = set(get("layer_types") or ())
+    window = get("sliding_window") is not None and get("use_sliding_window") is not False
+    wanted = [
+        ("sliding_window", "sliding_window", window or any("sliding" in kind or "chunked" in kind for kind in layers)),
+        ("linear_attention", "layer_types", any("linear" in kind or "mamba" in kind or "conv" in kind for kind in layers)),
+        ("softcap", "attn_logit_softcapping", bool(get("attn_logit_softcapping") or get("final_logit_softcapping"))),
+        ("mla", "kv_lora_rank", bool(get("kv_lora_rank"))),
+        ("alibi", "alibi", bool(get("alibi"))),
+        ("moe", "num_experts", bool(get("num_experts") or get("num_local_experts") or get("n_routed_experts"))),
+        ("attention_sinks", "model_type", get("model_type") == "gpt_oss"),
+        ("fp8", "quantization_config", bool(get("quantization_config"))),
+    ]
+    return [(feature, field) for feature, field, present in wanted if present]
+
+
+def check_supported(config: PretrainedConfig, kernels: KernelSet, dtype: torch.dtype) -> None:
+    """Refuse by name what the kernel set or the shared model cannot do exactly.
+
+    Raises:
+        UnsupportedFeature: naming feature, config field and kernel set.
+    """
+    name = (config.architectures or [config.model_type])[0]
+    for feature, field in required_features(config):
+        kernels.require(feature, f"model {name} (config field {field})")
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
+    if kind not in ROPE_TYPES:
+        raise UnsupportedFeature(
+            f"rotary embedding type {kind!r} depends on the other sequences of a call; supported: {sorted(ROPE_TYPES)}"
+        )
+    if name not in ARCHITECTURES:
+        raise UnsupportedFeature(f"architecture {name} is not proven bit-equal here; supported: {sorted(ARCHITECTURES)}")
+    if dtype not in kernels.capabilities.dtypes:
+        raise UnsupportedFeature(f"kernel set {kernels.name!r} does not support dtype {dtype}")
+    head_dim = _head_dim(config)
+    if head_dim > kernels.capabilities.max_head_dim:
+        raise UnsupportedFeature(
+            f"head dim {head_dim} exceeds {kernels.capabilities.max_head_dim} of kernel set {kernels.name!r}"
+        )
+
+
+def _head_dim(config: PretrainedConfig) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _eos_ids(config: PretrainedConfig, folder: Path) -> tuple[int, ...]:
+    """EOS ids of config.json and generation_config.json; no sampling default is ever read from the latter."""
+    found: list[int] = []
+    sources: list[Any] = [config.eos_token_id]
+    if (folder / "generation_config.json").exists():
+        sources.append(GenerationConfig.from_pretrained(folder).eos_token_id)
+    for ids in sources:
+        found += ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return tuple(dict.fromkeys(int(i) for i in found))
+
+
+class SharedModel:
+    """A Hugging Face causal LM bound to a kernel set."""
+
+    def __init__(self, hf: PreTrainedModel, kernels: KernelSet, spec: ModelSpec) -> None:
+        self.hf = hf
+        self.kernels = kernels
+        self.spec = spec
+        self._decoder = hf.get_decoder()
+        self._head: torch.nn.Module = hf.get_output_embeddings()
+
+    def hidden_states(self, input_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        """Final hidden states of packed rows: input_ids, positions int64 [T] -> [T, hidden]. Call in invariant mode."""
+        out = self._decoder(
+            input_ids=input_ids[None], position_ids=positions[None], use_cache=False, attention_step=step
+        )
+        hidden: torch.Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """lm_head in the model's dtype: [N, hidden] -> [N, >= vocab_size]."""
+        result: torch.Tensor = self._head(hidden)
+        return result
+
+    @property
+    def head_dtype(self) -> torch.dtype:
+        return next(self._head.parameters()).dtype
+
+    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Canonical (name, parameter) pairs: a tied head appears once, under the embedding's name."""
+        return self.hf.named_parameters()
+
+
+def load_model(
+    path: str | Path, *, dtype: torch.dtype, kernels: KernelSet, context_length: int | None = None, trainable: bool = False
+) -> SharedModel:
+    """Load a checkpoint folder (config.json, safetensors) for either side.
+
+    Args:
+        dtype: parameters are cast to it once, on load.
+        context_length: shorter limit than the config's; None keeps the config's.
+        trainable: keep gradients on (the trainer's side).
+
+    Raises:
+        NotFound: no such folder. UnsupportedFeature: see ``check_supported``. InvalidRequest: context too long.
+    """
+    folder = Path(path)
+    if not (folder / "config.json").exists():
+        raise NotFound(f"{folder} has no config.json; give a Hugging Face checkpoint folder or a known model name")
+    config = AutoConfig.from_pretrained(folder)
+    check_supported(config, kernels, dtype)
+    longest = int(config.max_position_embeddings)
+    if context_length is not None and not 2 <= context_length <= longest:
+        raise InvalidRequest(f"context_length {context_length} is outside [2, {longest}]", field="model.context_length")
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=register_interface())
+    hf.eval()
+    hf.requires_grad_(trainable)
+    spec = ModelSpec(
+        name=folder.name,
+        vocab_size=int(config.vocab_size),
+        context_length=context_length or longest,
+        num_layers=int(config.num_hidden_layers),
+        num_kv_heads=int(config.num_key_value_heads),
+        head_dim=_head_dim(config),
+        eos_token_ids=_eos_ids(config, folder),
+        dtype=dtype,
+        tied=bool(config.tie_word_embeddings),
+    )
+    return SharedModel(hf, kernels, spec)
+
+
+def config_digest_source(model: SharedModel) -> str:
+    """Canonical JSON of the numerics-bearing config, for the manifest: paths, versions and dtype left out."""
+    config = model.hf.config.to_dict()
+    ignored = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache"}
+    kept = {k: v for k, v in config.items() if k not in ignored and not k.startswith("_")}
+    return json.dumps(kept, sort_keys=True, default=str)

@@ -1,0 +1,282 @@
+"""The replicas as one service backend: least-loaded routing, event dispatch, updates on all replicas or on none.
+
+A request's samples go to one replica. When that replica dies, its unfinished samples are replayed on another with the
+same weight version: sampling depends on nothing else (C2), so the tokens already delivered come again with the same
+bits and are skipped, and the client sees one unbroken sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+from rollout.backend import Backend
+from rollout.config import Settings
+from rollout.detokenize import Detokenizer
+from rollout.engine import ScoreEvent
+from rollout.errors import (
+    InvalidRequest,
+    NotFound,
+    ParityError,
+    ReplicaUnavailable,
+    RolloutError,
+    UnsupportedFeature,
+    WeightUpdateError,
+)
+from rollout.manifest import manifest_digest
+from rollout.replica import Replica
+from rollout.router import LiveSample, Router
+from rollout.sampling import draw_seed
+from rollout.types import (
+    Completion,
+    GenerateRequest,
+    LogprobMode,
+    ReplicaLoad,
+    SampleRequest,
+    SampleSummary,
+    ScoreRequest,
+    ScoreResult,
+    SequenceScore,
+    ServerInfo,
+    TensorChunk,
+    TokenChunk,
+    WeightState,
+    WeightUpdate,
+)
+from rollout.worker import WorkerInfo
+
+log = logging.getLogger(__name__)
+_BUCKET_BYTES = 32 * 1024 * 1024
+_MAX_SCORE_ATTEMPTS = 4
+
+
+class Pool(Backend):
+    """Backend over N replicas."""
+
+    def __init__(self, replicas: list[Replica], settings: Settings, model: str, tokenizer: Detokenizer | None) -> None:
+        self._settings = settings
+        self._model = model
+        self._tokenizer = tokenizer
+        self._router = Router(replicas)
+        self._info: WorkerInfo | None = None
+        self._weights = WeightState(-1, "")
+        self._paused = False
+        self._update_lock = asyncio.Lock()
+        self._requests: dict[str, list[str]] = {}
+
+    async def start(self) -> None:
+        """Wait for every replica and begin to fetch events.
+
+        Raises:
+            ReplicaUnavailable: a replica did not come up in time. ParityError: replicas differ in manifest or weights.
+        """
+        timeout = self._settings.worker.start_timeout_s
+        try:
+            infos: list[WorkerInfo] = await asyncio.wait_for(self._router.all("info"), timeout)
+        except TimeoutError:
+            raise ReplicaUnavailable(
+                f"{len(self._router.replicas)} replicas were not ready after {timeout} s (worker.start_timeout_s): "
+                f"each asks for {self._settings.worker.num_cpus} CPUs {self._settings.worker.resources or ''}; "
+                "check that the cluster has them free"
+            ) from None
+        for info in infos[1:]:
+            if info.manifest != infos[0].manifest or info.weights != infos[0].weights:
+                raise ParityError(f"replicas {infos[0].name} and {info.name} differ in manifest or weights")
+        self._info, self._weights = infos[0], infos[0].weights
+        self._router.start()
+
+    async def stop(self) -> None:
+        """Abort what is live, stop every replica."""
+        await self._router.stop()
+
+    @property
+    def num_live(self) -> int:
+        """Samples not yet answered."""
+        return self._router.num_live
+
+    # ---- generate -----------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk | SampleSummary | Completion]:
+        samples = await self._samples(request)
+        ids = [s.sample_id for s in samples]
+        self._requests[request.request_id] = ids
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        try:
+            await self._router.submit([LiveSample(s, queue) for s in samples])
+            summaries: list[SampleSummary] = []
+            while len(summaries) < len(samples):
+                event = await queue.get()
+                if isinstance(event, RolloutError):
+                    raise event
+                if isinstance(event, SampleSummary):
+                    summaries.append(event)
+                yield event
+            yield Completion(
+                request_id=request.request_id,
+                prompt_ids=request.prompt_ids,
+                sampling=samples[0].sampling,
+                samples=tuple(sorted(summaries, key=lambda s: s.sample_index)),
+                manifest_digest=self.manifest_digest,
+            )
+        finally:
+            self._requests.pop(request.request_id, None)
+            await self._router.drop(ids, "the client left")
+
+    async def _samples(self, request: GenerateRequest) -> list[SampleRequest]:
+        most = self._settings.server.max_n
+        if not 1 <= request.n <= most:
+            raise InvalidRequest(f"n = {request.n} is outside [1, {most}] (server.max_n)", field="n")
+        if not 0 <= request.sample_index <= 2**31 - 1 - request.n:
+            raise InvalidRequest(f"sample_index = {request.sample_index} is outside [0, 2^31 - n)", field="sample_index")
+        sampling = request.sampling
+        if sampling.seed is None:
+            sampling = dataclasses.replace(sampling, seed=draw_seed())
+        unique = secrets.token_hex(6)
+        first: SampleRequest = await self._router.any(
+            "check",
+            SampleRequest(
+                f"{request.request_id}/{unique}/{request.sample_index}",
+                request.prompt_ids,
+                sampling,
+                request.sample_index,
+                request.row_digests,
+            ),
+        )
+        return [
+            dataclasses.replace(first, sample_id=f"{request.request_id}/{unique}/{i}", sample_index=i)
+            for i in range(request.sample_index, request.sample_index + request.n)
+        ]
+
+    async def abort(self, request_id: str) -> int:
+        if request_id and request_id not in self._requests:
+            raise NotFound(f"no live request {request_id!r}", field="request_id")
+        chosen = [self._requests[request_id]] if request_id else list(self._requests.values())
+        return await self._router.abort([i for ids in chosen for i in ids], "aborted by the client")
+
+    # ---- score --------------------------------------------------------------------------------------------------
+
+    async def score(self, request: ScoreRequest) -> ScoreResult:
+        if not request.sequences:
+            raise InvalidRequest("no sequences to score", field="sequences")
+        done: dict[int, ScoreEvent] = {}
+        wanted = list(range(len(request.sequences)))
+        for _ in range(_MAX_SCORE_ATTEMPTS):
+            done |= await self._score_some(request, wanted)
+            newest = max(event.weight_version for event in done.values())
+            # An update may have come between two sequences: one answer speaks of one version.
+            wanted = [i for i, event in done.items() if event.weight_version != newest]
+            if not wanted:
+                return self._score_result(request, done, newest)
+        raise ReplicaUnavailable("weights changed during every attempt to score; try again")
+
+    async def _score_some(self, request: ScoreRequest, wanted: list[int]) -> dict[int, ScoreEvent]:
+        unique = secrets.token_hex(6)
+        ids = {f"{request.request_id}/{unique}/score/{i}": i for i in wanted}
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        results: dict[int, ScoreEvent] = {}
+        try:
+            await self._router.submit_scores(
+                list(ids), [request.sequences[i] for i in wanted], request.temperature, request.row_digests, queue
+            )
+            while len(results) < len(ids):
+                event = await queue.get()
+                if isinstance(event, RolloutError):
+                    raise event
+                results[ids[event.sample_id]] = event
+            return results
+        finally:
+            await self._router.drop(list(ids), "the client left")
+
+    def _score_result(self, request: ScoreRequest, done: dict[int, ScoreEvent], version: int) -> ScoreResult:
+        scores: list[SequenceScore] = [done[i].score for i in range(len(request.sequences))]
+        return ScoreResult(
+            request_id=request.request_id,
+            scores=tuple(scores),
+            temperature=request.temperature,
+            mode=LogprobMode.GREEDY_T1 if request.temperature == 0 else LogprobMode.TEMPERED,
+            weight_version=version,
+            manifest_digest=self.manifest_digest,
+        )
+
+    # ---- weights and control ------------------------------------------------------------------------------------
+
+    async def update_weights(self, update: WeightUpdate, chunks: AsyncIterator[TensorChunk]) -> WeightState:
+        async with self._update_lock:
+            try:
+                await self._router.all("stage", update)
+                await self._stage_all(chunks)
+                await self._router.all("verify_stage")
+                await self._router.all("quiesce", update.policy)
+                states = await self._commit_all()
+            finally:
+                await self._router.all_that_can("release")
+            self._weights = states[0]
+            return self._weights
+
+    async def _stage_all(self, chunks: AsyncIterator[TensorChunk]) -> None:
+        bucket: list[TensorChunk] = []
+        size = 0
+        async for chunk in chunks:
+            bucket.append(chunk)
+            size += len(chunk.data)
+            if size >= _BUCKET_BYTES:
+                await self._router.all_shared("stage_chunks", bucket)
+                bucket, size = [], 0
+        if bucket:
+            await self._router.all_shared("stage_chunks", bucket)
+
+    async def _commit_all(self) -> list[WeightState]:
+        """Every check has passed and every replica stands still; one that fails now is fenced, so nothing is mixed."""
+        outcomes = await self._router.all_outcomes("commit")
+        states = [o for o in outcomes.values() if isinstance(o, WeightState)]
+        if not states or any(s != states[0] for s in states):
+            raise WeightUpdateError("no replica committed the update" if not states else "replicas differ after commit")
+        for name, outcome in outcomes.items():
+            if isinstance(outcome, Exception):
+                self._router.fence(name, ReplicaUnavailable(f"worker {name} failed to commit: {outcome}"))
+        return states
+
+    async def pause(self) -> WeightState:
+        await self._router.all("pause")
+        self._paused = True
+        return self._weights
+
+    async def resume(self) -> WeightState:
+        self._paused = False
+        await self._router.all("resume")
+        return self._weights
+
+    async def info(self) -> ServerInfo:
+        info = self._require_info()
+        loads: list[ReplicaLoad] = await self._router.loads()
+        server = self._settings.server
+        return ServerInfo(
+            model=self._model,
+            vocab_size=info.vocab_size,
+            context_length=info.context_length,
+            eos_token_ids=info.eos_token_ids,
+            manifest=info.manifest,
+            manifest_digest=self.manifest_digest,
+            weights=self._weights,
+            replicas=tuple(loads),
+            paused=self._paused,
+            limits={"max_n": server.max_n, "max_message_bytes": server.max_message_bytes},
+        )
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        if self._tokenizer is None:
+            raise UnsupportedFeature("the model has no tokenizer; send token ids instead of text", field="text")
+        return self._tokenizer.encode(text)
+
+    @property
+    def manifest_digest(self) -> str:
+        return manifest_digest(self._require_info().manifest)
+
+    def _require_info(self) -> WorkerInfo:
+        if self._info is None:
+            raise ReplicaUnavailable("the replicas are still starting")
+        return self._info

@@ -1,0 +1,100 @@
+"""How the pool reaches a worker: in this process, or as a Ray actor. Same methods, same records."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from rollout.config import Settings
+from rollout.errors import ReplicaUnavailable, RolloutError
+from rollout.worker import Worker
+
+
+class Replica(Protocol):
+    """Calls a ``Worker`` method by name; raises errors of ``rollout.errors`` only."""
+
+    name: str
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """ReplicaUnavailable when the worker is gone."""
+        ...
+
+    async def share(self, value: Any) -> Any:
+        """A form of ``value`` that may be passed to several replicas without being copied for each."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+class LocalReplica:
+    """A worker in this process."""
+
+    def __init__(self, worker: Worker, name: str) -> None:
+        self.name = name
+        self._worker = worker
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await getattr(self._worker, method)(*args)
+
+    async def share(self, value: Any) -> Any:
+        return value
+
+    async def stop(self) -> None:
+        await self._worker.shutdown()
+
+
+class RayReplica:
+    """A worker in a Ray actor. The actor is never restarted behind the pool's back: it would hold stale weights."""
+
+    def __init__(self, actor: Any, name: str) -> None:
+        self.name = name
+        self._actor = actor
+
+    async def call(self, method: str, *args: Any) -> Any:
+        try:
+            return await getattr(self._actor, method).remote(*args)
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, RolloutError):
+                raise cause from None
+            raise
+        except RayActorError as error:
+            raise ReplicaUnavailable(f"worker {self.name} is gone: {type(error).__name__}") from error
+
+    async def share(self, value: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(None, ray.put, value)
+
+    async def stop(self) -> None:
+        try:
+            await asyncio.wait_for(self.call("shutdown"), 10.0)
+        except (RolloutError, TimeoutError):
+            pass
+        ray.kill(self._actor)
+
+
+def actor_options(settings: Settings) -> Mapping[str, Any]:
+    """Ray options of one worker: CPUs and resources as configured, no silent restarts, quiet OpenMP waits."""
+    resources = dict(settings.worker.resources)
+    return {
+        "num_cpus": settings.worker.num_cpus,
+        "resources": resources,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "runtime_env": {
+            "env_vars": {
+                "OMP_NUM_THREADS": str(settings.engine.threads),
+                "OMP_WAIT_POLICY": "PASSIVE",
+                "TOKENIZERS_PARALLELISM": "false",
+            }
+        },
+    }
+
+
+def start_ray_replica(settings: Settings, path: str, name: str) -> RayReplica:
+    """Create the actor; it loads its model in the background, ``call("info")`` waits for that."""
+    actor_class = ray.remote(Worker)
+    return RayReplica(actor_class.options(**actor_options(settings)).remote(settings, path, name), name)

@@ -1,0 +1,64 @@
+"""One sequence inside the engine: the only mutable record of a sample's (or a scored sequence's) life."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout.stopping import Stopper
+from rollout.types import FinishDetail, SampleRequest, ScoreSequence, VersionSpan
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Token ids, their KV progress and pages. ``request`` is set for samples, ``score`` for scored sequences."""
+
+    sample_id: str
+    token_ids: list[int]
+    """prompt + generated"""
+    prompt_len: int
+    max_len: int
+    """most tokens it may ever hold"""
+    request: SampleRequest | None = None
+    score: ScoreSequence | None = None
+    temperature: float = 1.0
+    row_digests: bool = False
+    limit: str = "max_tokens"
+    """which limit ``max_len`` comes from; "context" when both coincide"""
+    seed: int = 0
+    """mixed 64-bit seed of this sample"""
+    barred: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    num_computed: int = 0
+    """leading tokens whose KV is in the cache"""
+    pages: list[int] = field(default_factory=list)
+    promised_pages: int = 0
+    """pages still promised, not taken"""
+    spans: list[VersionSpan] = field(default_factory=list)
+    score_logprobs: npt.NDArray[np.float32] | None = None
+    score_digests: npt.NDArray[np.uint64] | None = None
+    stopper: Stopper | None = None
+    finish: FinishDetail | None = None
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens to feed before the next one can be sampled; for scoring the last token is never fed."""
+        total = len(self.token_ids) - (1 if self.score is not None else 0)
+        return total - self.num_computed
+
+    @property
+    def decoding(self) -> bool:
+        return self.request is not None and self.num_generated > 0 and self.num_uncomputed == 1
+
+    def record_version(self, version: int) -> None:
+        """The newest token was sampled under ``version``."""
+        end = self.num_generated
+        if self.spans and self.spans[-1].version == version:
+            self.spans[-1] = VersionSpan(version, self.spans[-1].start, end)
+        else:
+            self.spans.append(VersionSpan(version, end - 1, end))

@@ -1,0 +1,116 @@
+"""``rollout.v1.RolloutService`` over a ``Backend``: decode, call, encode; errors are left to the interceptors."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import grpc.aio
+
+from rollout import codec
+from rollout.backend import Backend
+from rollout.codec import GenerateEvent
+from rollout.errors import DuplicateRequest
+from rollout.types import TensorChunk
+from rollout.v1 import rollout_pb2 as pb
+from rollout.v1 import rollout_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(slots=True)
+class _LiveCall:
+    task: asyncio.Task[Any]
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
+    """One servicer a server. Its only state is which request ids are live."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._live: dict[str, _LiveCall] = {}
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        """Stream the backend's events; however the call ends, the backend's iterator is closed before it does."""
+        codec.refuse_unknown_fields(request)
+        decoded = codec.generate_request_from_proto(request, encode=self._backend.encode)
+        async with self._named(decoded.request_id) as request_id:
+            events = self._backend.generate(replace(decoded, request_id=request_id))
+            async with aclosing(cast("AsyncGenerator[GenerateEvent, None]", events)):
+                async for event in events:
+                    yield codec.generate_event_to_proto(event)
+
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
+        """Score by prefill; grpc.aio cancels this task, and so the backend's call, when the client goes."""
+        codec.refuse_unknown_fields(request)
+        decoded = codec.score_request_from_proto(request)
+        async with self._named(decoded.request_id) as request_id:
+            result = await self._backend.score(replace(decoded, request_id=request_id))
+        return codec.score_result_to_proto(result)
+
+    async def UpdateWeights(
+        self, request_iterator: AsyncIterator[pb.UpdateWeightsRequest], context: Context
+    ) -> pb.UpdateWeightsResponse:
+        """Hand the backend a checked head and a stream of chunks; a bad chunk raises inside its iteration."""
+        first = await anext(aiter(request_iterator), pb.UpdateWeightsRequest())
+        codec.refuse_unknown_fields(first)
+        update = codec.update_from_proto(first)
+        async with aclosing(_chunks(request_iterator)) as chunks:
+            state = await self._backend.update_weights(update, chunks)
+        return pb.UpdateWeightsResponse(weights=codec.weights_to_proto(state))
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
+        """Model, manifest, weights, load."""
+        codec.refuse_unknown_fields(request)
+        return codec.info_to_proto(await self._backend.info())
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        """End live samples; their streams end normally."""
+        codec.refuse_unknown_fields(request)
+        return pb.AbortResponse(aborted=await self._backend.abort(codec.abort_from_proto(request)))
+
+    async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
+        """Stop sampling."""
+        codec.refuse_unknown_fields(request)
+        return pb.PauseResponse(weights=codec.weights_to_proto(await self._backend.pause()))
+
+    async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:
+        """Go on sampling."""
+        codec.refuse_unknown_fields(request)
+        return pb.ResumeResponse(weights=codec.weights_to_proto(await self._backend.resume()))
+
+    @asynccontextmanager
+    async def _named(self, request_id: str) -> AsyncIterator[str]:
+        """Hold the name for the length of the call, or a new one for an empty name.
+
+        A name whose call the client has already left is not live: its owner may use it again, once the cleanup is done.
+        """
+        name = request_id or secrets.token_hex(16)
+        while (holder := self._live.get(name)) is not None:
+            # grpc.aio cancels the task when the client goes; the context does not tell before the call has ended.
+            if not holder.task.cancelling():
+                raise DuplicateRequest(
+                    f"request_id = {name!r} belongs to a live request; wait for its end, abort it, or use another id",
+                    field="request_id",
+                )
+            await holder.ended.wait()
+        task = asyncio.current_task()
+        assert task is not None, "handlers run in tasks"
+        call = self._live[name] = _LiveCall(task)
+        try:
+            yield name
+        finally:
+            del self._live[name]
+            call.ended.set()
+
+
+async def _chunks(messages: AsyncIterator[pb.UpdateWeightsRequest]) -> AsyncGenerator[TensorChunk, None]:
+    async for message in messages:
+        codec.refuse_unknown_fields(message)
+        for chunk in codec.bucket_from_proto(message):
+            yield chunk

@@ -1,0 +1,113 @@
+"""A whole service: Ray, replicas, pool and gRPC server, started and stopped in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from rollout.assets import prepare_model
+from rollout.config import Settings
+from rollout.errors import ConfigError
+from rollout.pool import Pool
+from rollout.replica import LocalReplica, Replica, start_ray_replica
+from rollout.server import RunningServer, start_server
+from rollout.worker import Worker, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A service that takes traffic."""
+
+    address: str
+    """host:port"""
+    model_path: Path
+    pool: Pool
+    server: RunningServer
+
+
+@contextlib.contextmanager
+def ray_cluster(settings: Settings) -> Iterator[None]:
+    """Connect to the configured Ray cluster, or start one here and stop it afterwards; a connected driver is reused."""
+    if ray.is_initialized():
+        yield
+        return
+    needed = settings.worker.count * settings.worker.num_cpus
+    address = settings.ray.address
+    local = {"num_cpus": settings.ray.num_cpus, "include_dashboard": False} if address is None else {}
+    ray.init(
+        address=address, namespace=settings.ray.namespace, log_to_driver=False, configure_logging=False, **local
+    )  # fmt: skip
+    try:
+        have = ray.cluster_resources().get("CPU", 0.0)
+        if have < needed:
+            raise ConfigError(
+                f"{settings.worker.count} replicas of {settings.worker.num_cpus} CPUs need {needed}, the Ray cluster has "
+                f"{have}; lower worker.count or worker.num_cpus, or set ray.num_cpus",
+                field="worker.count",
+            )
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _replicas(settings: Settings, path: Path, in_process: bool) -> list[Replica]:
+    names = [f"replica-{i}" for i in range(settings.worker.count)]
+    if in_process:
+        return [LocalReplica(Worker(settings, str(path), name), name) for name in names]
+    return [start_ray_replica(settings, str(path), name) for name in names]
+
+
+@contextlib.asynccontextmanager
+async def running_service(settings: Settings, *, in_process: bool = False) -> AsyncIterator[Service]:
+    """Start everything, yield while it serves, then drain and stop.
+
+    Args:
+        in_process: host the workers in this process instead of Ray actors (single use and tests; same bits).
+    """
+    path = await asyncio.get_running_loop().run_in_executor(None, prepare_model, settings.model.path)
+    with contextlib.nullcontext() if in_process else ray_cluster(settings):
+        pool = Pool(_replicas(settings, path, in_process), settings, settings.model.path, load_tokenizer(settings, path))
+        try:
+            await pool.start()
+            config = settings.server
+            server = await start_server(
+                pool,
+                host=config.host,
+                port=config.port,
+                max_message_bytes=config.max_message_bytes,
+                max_concurrent_rpcs=config.max_concurrent_rpcs,
+                reflection=config.reflection,
+                allow_insecure=config.allow_insecure,
+            )
+            try:
+                await server.set_serving(True)
+                yield Service(f"{config.host}:{server.port}", path, pool, server)
+            finally:
+                await server.stop(config.drain_s if pool.num_live else 0)
+        finally:
+            await pool.stop()
+
+
+async def serve(settings: Settings, ready: Callable[[Service], None]) -> None:
+    """Serve until SIGTERM or SIGINT, then let running calls finish within ``server.drain_s``."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        async with running_service(settings) as service:
+            ready(service)
+            await stop.wait()
+            log.info("draining %d samples", service.pool.num_live)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

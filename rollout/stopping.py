@@ -1,0 +1,35 @@
+"""When a sample ends: EOS ids, stop ids, stop strings."""
+
+from __future__ import annotations
+
+from rollout.detokenize import Detokenizer
+from rollout.types import FinishDetail, FinishReason, SampleRequest
+
+
+class Stopper:
+    """Decides, token by token, whether a sample ends. Holds its decoding stream."""
+
+    def __init__(self, request: SampleRequest, eos_token_ids: tuple[int, ...], tokenizer: Detokenizer | None) -> None:
+        sampling = request.sampling
+        self._stop_ids = frozenset(sampling.stop_token_ids) | (
+            frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
+        )
+        self._stop = sampling.stop
+        self._longest = max((len(s) for s in sampling.stop), default=0)
+        self._stream = tokenizer.stream() if tokenizer is not None and sampling.stop else None
+        self._tail = ""
+
+    def push(self, token_id: int) -> FinishDetail | None:
+        """Take the newest token; a FinishDetail when the sample ends with it."""
+        if token_id in self._stop_ids:
+            return FinishDetail(FinishReason.STOP, stop_token_id=token_id)
+        if self._stream is None:
+            return None
+        piece = self._stream.push(token_id)
+        window = self._tail + piece
+        for text in self._stop:
+            # Only a match that the new piece completes is new; the tail is shorter than any stop string.
+            if text in window:
+                return FinishDetail(FinishReason.STOP, stop_string=text)
+        self._tail = window[-(self._longest - 1) :] if self._longest > 1 else ""
+        return None

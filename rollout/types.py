@@ -1,0 +1,307 @@
+"""Records that cross module borders. Frozen; shapes and units stand under each field.
+
+Shape letters: P prompt tokens, L generated tokens of one sample, S positions of a scored sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+UInt64Array = npt.NDArray[np.uint64]
+
+
+class FinishReason(enum.Enum):
+    """Why a sample ended."""
+
+    STOP = "stop"
+    """An EOS id, a stop id or a stop string was produced by the model."""
+    LENGTH = "length"
+    """``max_tokens`` or the context limit cut the sample; ``FinishDetail.limit`` says which."""
+    ABORTED = "aborted"
+    """Ended from outside (Abort, cancel, deadline, weight update); what was sampled so far is valid."""
+
+
+class LogprobMode(enum.Enum):
+    """Which distribution ``policy_logprob`` belongs to. Part of the parity manifest."""
+
+    TEMPERED = "log_softmax(float32(logits) / T)"
+    GREEDY_T1 = "log_softmax(float32(logits)); temperature 0 scores as temperature 1"
+
+
+class UpdatePolicy(enum.Enum):
+    """What a weight update does with requests in flight."""
+
+    WAIT = "wait"
+    """Admit nothing new, let the running ones finish under the old weights."""
+    ABORT = "abort"
+    """End them now; partial tokens and log-probs are returned."""
+    RECOMPUTE = "recompute"
+    """Rebuild their KV under the new weights and go on; spans record the change."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. Defaults are neutral; ``rollout.sampling.validate`` is the only gate.
+
+    Unset values stay neutral: nothing is read from ``generation_config.json``.
+    """
+
+    temperature: float = 1.0
+    """Divides float32 logits before softmax. 0 = greedy. Finite, >= 0; rounded once to float32."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 or -1 = off."""
+    top_p: float = 1.0
+    """Keep the smallest set whose mass reaches top_p; 1 = off. In (0, 1]."""
+    min_p: float = 0.0
+    """Drop tokens below min_p times the largest probability; 0 = off. In [0, 1)."""
+    seed: int | None = None
+    """64-bit. None: the service draws one and returns it."""
+    max_tokens: int | None = None
+    """Most tokens to generate. None: up to the context limit."""
+    stop_token_ids: tuple[int, ...] = ()
+    """End after any of these, in addition to the model's EOS ids."""
+    stop: tuple[str, ...] = ()
+    """End once the decoded text of the sample contains any of these."""
+    include_stop: bool = False
+    """Whether ``text`` keeps the stop string. Ids and log-probs always keep every sampled token."""
+    ignore_eos: bool = False
+    """Go on past the model's EOS ids (never past ``stop_token_ids``)."""
+    barred_token_ids: tuple[int, ...] = ()
+    """Never sampled: a filter, so it shows in ``behavior_logprob`` only."""
+    bar_undefined_tokens: bool = False
+    """Bar every id that the tokenizer does not define."""
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def filtered(self) -> bool:
+        return bool(
+            self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or self.barred_token_ids or self.bar_undefined_tokens
+        )
+
+    @property
+    def logprob_mode(self) -> LogprobMode:
+        return LogprobMode.GREEDY_T1 if self.greedy else LogprobMode.TEMPERED
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One client request: n samples of one prompt."""
+
+    request_id: str
+    """Client's name for it; unique among live requests."""
+    prompt_ids: tuple[int, ...]
+    """[P] token ids, P >= 1."""
+    sampling: SamplingParams
+    n: int = 1
+    """How many samples."""
+    sample_index: int = 0
+    """Index of the first sample: n = 8 equals 8 requests with n = 1 and sample_index 0..7."""
+    row_digests: bool = False
+    """Also return the 64-bit digest of every sampled position's float32 logits row."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One sample as the engine sees it: everything resolved, nothing left to default."""
+
+    sample_id: str
+    """Internal and unique for ever: client id + random suffix + index."""
+    prompt_ids: tuple[int, ...]
+    """[P]"""
+    sampling: SamplingParams
+    """Validated, with ``seed`` and ``max_tokens`` set; ``seed`` is the request's, before mixing."""
+    sample_index: int = 0
+    row_digests: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) of a sample were sampled under one weight version."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishDetail:
+    """How a sample ended."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+    """The EOS or stop id that ended it, if one did."""
+    stop_string: str | None = None
+    limit: str = ""
+    """For LENGTH: "max_tokens" or "context"."""
+    message: str = ""
+    """For ABORTED: by what."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """Consecutive tokens of one sample, all sampled under one weight version."""
+
+    sample_index: int
+    offset: int
+    """Index of the first token here among the sample's generated tokens."""
+    token_ids: Int32Array
+    """[l]"""
+    policy_logprobs: Float32Array
+    """[l] nats"""
+    behavior_logprobs: Float32Array
+    """[l] nats"""
+    weight_version: int
+    row_digests: UInt64Array | None = None
+    """[l] or None when not asked for"""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSummary:
+    """The end of one sample."""
+
+    sample_index: int
+    num_tokens: int
+    finish: FinishDetail
+    spans: tuple[VersionSpan, ...]
+    text: str | None = None
+    """Decoded sample, when the service has a tokenizer."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache."""
+    replica: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleEvent:
+    """What an engine step says about one sample: new tokens, its end, or both."""
+
+    sample_id: str
+    chunk: TokenChunk | None = None
+    summary: SampleSummary | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Last message of a Generate stream: the effective parameters and every sample's end."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    """[P] echo of what was fed; for a text prompt, its encoding."""
+    sampling: SamplingParams
+    """Effective values: seed set, max_tokens set, temperature rounded to float32."""
+    samples: tuple[SampleSummary, ...]
+    manifest_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreSequence:
+    """A sequence whose tokens are scored by prefill."""
+
+    token_ids: tuple[int, ...]
+    """[S] S >= 2"""
+    start: int = 1
+    """First scored position, >= 1: position 0 has no log-prob."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    request_id: str
+    sequences: tuple[ScoreSequence, ...]
+    temperature: float = 1.0
+    row_digests: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceScore:
+    """Log-probs of positions start..S-1: entry i belongs to token_ids[start + i]."""
+
+    logprobs: Float32Array
+    """[S - start] nats"""
+    row_digests: UInt64Array | None = None
+    """[S - start]"""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreResult:
+    request_id: str
+    scores: tuple[SequenceScore, ...]
+    temperature: float
+    mode: LogprobMode
+    weight_version: int
+    manifest_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChunk:
+    """A byte range of one named tensor; large tensors come in several."""
+
+    name: str
+    dtype: str
+    """torch name without prefix: "bfloat16", "float32", ..."""
+    shape: tuple[int, ...]
+    offset: int
+    """First byte of ``data`` within the tensor's little-endian, C-order bytes."""
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """Head of an update stream."""
+
+    version: int
+    """Must exceed the version being served."""
+    digest: str
+    """Root digest over all tensors, hex (``rollout.weights.root_digest``)."""
+    num_tensors: int
+    policy: UpdatePolicy = UpdatePolicy.WAIT
+
+
+@dataclass(frozen=True, slots=True)
+class WeightState:
+    """What is being served."""
+
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """One worker's load at a moment."""
+
+    name: str
+    healthy: bool
+    running: int
+    """samples being decoded or prefilled"""
+    waiting: int
+    """samples queued"""
+    free_pages: int
+    total_pages: int
+    weights: WeightState
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """Answer to GetServerInfo."""
+
+    model: str
+    vocab_size: int
+    context_length: int
+    """tokens, prompt + generated"""
+    eos_token_ids: tuple[int, ...]
+    manifest: Mapping[str, str]
+    """flat "section.key" -> value; see ``rollout.manifest``"""
+    manifest_digest: str
+    weights: WeightState
+    replicas: tuple[ReplicaLoad, ...]
+    paused: bool
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """name -> value, e.g. max_n, max_prompt_tokens, max_message_bytes"""

@@ -1,0 +1,194 @@
+"""One replica: an engine on its thread behind asynchronous methods. Ray makes an actor of it; tests use it as it is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+
+from rollout.config import Settings
+from rollout.detokenize import Detokenizer
+from rollout.engine import Engine, Event
+from rollout.engine_thread import EngineThread
+from rollout.errors import NotFound, ReplicaUnavailable, RolloutError
+from rollout.kernels.registry import resolve_kernels
+from rollout.manifest import build_manifest
+from rollout.model import DTYPES, SharedModel, load_model
+from rollout.scheduler import SchedulerLimits
+from rollout.types import ReplicaLoad, SampleRequest, ScoreSequence, TensorChunk, UpdatePolicy, WeightState, WeightUpdate
+from rollout.weights import model_digest
+
+T = TypeVar("T")
+GATHER_S = 0.02
+"""How long a fetch waits for company after the first event: fewer messages, and no token later than a step or so."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a replica is; equal on all replicas of a service but for ``name``."""
+
+    name: str
+    vocab_size: int
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    manifest: Mapping[str, str]
+    weights: WeightState
+
+
+def load_served_model(settings: Settings, path: Path) -> SharedModel:
+    """The model a service with these settings serves: kernel set resolved once, from here on known by its name."""
+    kernels = resolve_kernels(settings.kernels.name, page_size=settings.engine.page_size)
+    return load_model(
+        path, dtype=DTYPES[settings.model.dtype], kernels=kernels, context_length=settings.model.context_length
+    )
+
+
+def load_tokenizer(settings: Settings, path: Path) -> Detokenizer | None:
+    """The checkpoint's tokenizer; None when it ships none and none was asked for."""
+    if settings.model.tokenizer is not None:
+        return Detokenizer(settings.model.tokenizer)
+    return Detokenizer(path) if (path / "tokenizer.json").exists() else None
+
+
+class Worker:
+    """Hosts one engine. Methods may run concurrently; the engine itself is touched by its own thread alone."""
+
+    def __init__(self, settings: Settings, path: str, name: str) -> None:
+        transformers.utils.logging.disable_progress_bar()
+        torch.set_num_threads(settings.engine.threads)
+        folder = Path(path)
+        model = load_served_model(settings, folder)
+        engine = settings.engine
+        limits = SchedulerLimits(
+            engine.max_batch_tokens, engine.max_running, engine.max_waiting, engine.chunk_size, engine.page_size
+        )
+        self._engine = Engine(
+            model,
+            limits,
+            kv_cache_tokens=engine.kv_cache_tokens,
+            tokenizer=load_tokenizer(settings, folder),
+            name=name,
+        )
+        self._manifest = build_manifest(model)
+        self._thread = EngineThread(self._engine, WeightState(0, model_digest(model)), threads=engine.threads)
+        self._thread.start()
+
+    async def info(self) -> WorkerInfo:
+        spec = self._engine.model.spec
+        return WorkerInfo(
+            self._engine.name,
+            spec.vocab_size,
+            spec.context_length,
+            spec.eos_token_ids,
+            self._manifest,
+            self._thread.weights,
+        )
+
+    async def load(self) -> ReplicaLoad:
+        engine = self._engine
+        return ReplicaLoad(
+            name=engine.name,
+            healthy=self._thread.broken is None,
+            running=engine.num_running,
+            waiting=engine.num_waiting,
+            free_pages=engine.pages.num_free,
+            total_pages=engine.pages.num_pages,
+            weights=self._thread.weights,
+        )
+
+    # ---- requests -----------------------------------------------------------------------------------------------
+
+    async def check(self, request: SampleRequest) -> SampleRequest:
+        """Validate a sample and resolve its limits without queueing it."""
+        return self._engine.effective_request(request)
+
+    async def submit(self, requests: list[SampleRequest]) -> None:
+        """Queue samples, all or none."""
+        await self._do(lambda: self._add_all([lambda r=r: self._engine.add(r) for r in requests], requests))
+
+    async def submit_scores(
+        self, ids: list[str], sequences: list[ScoreSequence], temperature: float, row_digests: bool
+    ) -> None:
+        """Queue sequences to score, all or none."""
+        adds = [
+            lambda i=i, s=s: self._engine.add_score(i, s, temperature=temperature, want_digests=row_digests)
+            for i, s in zip(ids, sequences, strict=True)
+        ]
+        await self._do(lambda: self._add_all(adds, ids))
+
+    def _add_all(self, adds: list[Any], what: list[Any]) -> None:
+        added: list[str] = []
+        try:
+            for add, item in zip(adds, what, strict=True):
+                add()
+                added.append(item if isinstance(item, str) else item.sample_id)
+        except RolloutError:
+            for sample_id in added:
+                self._engine.abort(sample_id, "a sibling was refused")
+            raise
+
+    async def abort(self, sample_ids: list[str], message: str) -> int:
+        """End live samples; unknown ids are ones that just ended, and are skipped. Returns how many were live."""
+        return await self._do(lambda: self._abort_now(sample_ids, message))
+
+    def _abort_now(self, sample_ids: list[str], message: str) -> int:
+        count = 0
+        for sample_id in sample_ids:
+            try:
+                self._thread.outbox.put([self._engine.abort(sample_id, message)])
+            except NotFound:
+                continue
+            count += 1
+        return count
+
+    async def next_events(self, timeout_s: float) -> list[Event]:
+        """Everything since the last call; waits for the first event up to ``timeout_s``. One reader at a time."""
+        events = await asyncio.get_running_loop().run_in_executor(
+            None, self._thread.outbox.take, timeout_s, GATHER_S
+        )  # fmt: skip
+        broken = self._thread.broken
+        if broken is not None and not events:
+            raise ReplicaUnavailable(f"worker {self._engine.name} is broken: {broken.message}")
+        return events
+
+    # ---- control ------------------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        await asyncio.wrap_future(self._thread.pause())
+
+    async def resume(self) -> None:
+        await asyncio.wrap_future(self._thread.resume())
+
+    async def stage(self, update: WeightUpdate) -> None:
+        self._thread.stage(update)
+
+    async def stage_chunks(self, chunks: list[TensorChunk]) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.stage_chunks, chunks)
+
+    async def verify_stage(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.verify_stage)
+
+    async def quiesce(self, policy: UpdatePolicy) -> None:
+        await asyncio.wrap_future(self._thread.quiesce(policy))
+
+    async def commit(self) -> WeightState:
+        return await asyncio.wrap_future(self._thread.commit())
+
+    async def release(self) -> None:
+        await asyncio.wrap_future(self._thread.release())
+
+    async def shutdown(self) -> None:
+        """Stop the engine's thread."""
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.stop)
+
+    async def _do(self, command: Any) -> Any:
+        future: Future[Any] = self._thread.call(command)
+        return await asyncio.wrap_future(future)
+
+

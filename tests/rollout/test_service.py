@@ -1,0 +1,396 @@
+"""RolloutService on a real server over the fake backend: ids, cancellation, updates, message sizes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import grpc.aio
+import numpy as np
+import pytest
+
+from rollout import codec
+from rollout.codec import GenerateEvent
+from rollout.errors import DuplicateRequest, InvalidRequest, NotFound, RequestAborted, WeightUpdateError
+from rollout.types import (
+    FinishDetail,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    ScoreRequest,
+    ScoreSequence,
+    TokenChunk,
+    UpdatePolicy,
+    WeightState,
+    WeightUpdate,
+)
+from rollout.v1 import rollout_pb2 as pb
+from rollout.v1 import rollout_pb2_grpc
+from tests.fakes.backend import EOS, FakeBackend, digests_of, logprobs_of
+from tests.fakes.server import address, serving
+from trainer_bridge.aio_client import AsyncRolloutClient
+
+MIB = 2**20
+SAMPLING = SamplingParams(seed=3, max_tokens=10)
+
+
+@pytest.fixture
+def backend() -> FakeBackend:
+    return FakeBackend()
+
+
+@pytest.fixture
+async def client(backend: FakeBackend) -> AsyncIterator[AsyncRolloutClient]:
+    async with serving(backend) as server, AsyncRolloutClient(address(server), timeout_s=30) as client:
+        yield client
+
+
+@pytest.fixture
+async def stub(backend: FakeBackend) -> AsyncIterator[Any]:
+    async with serving(backend) as server, grpc.aio.insecure_channel(address(server)) as channel:
+        yield rollout_pb2_grpc.RolloutServiceStub(channel)
+
+
+async def wait(event: asyncio.Event) -> None:
+    await asyncio.wait_for(event.wait(), 20)
+
+
+async def test_the_stream_is_the_backends_own_events(backend: FakeBackend, stub: Any) -> None:
+    request = GenerateRequest("a", (5, 6), SAMPLING, n=2, sample_index=1, row_digests=True)
+    expected = [codec.generate_event_to_proto(event) async for event in backend.generate(request)]
+    found = [message async for message in stub.Generate(codec.generate_request_to_proto(request))]
+    assert [m.SerializeToString(deterministic=True) for m in found] == [
+        m.SerializeToString(deterministic=True) for m in expected
+    ]
+    other = GenerateRequest("a", (5, 6), SamplingParams(seed=4, max_tokens=10), n=2, sample_index=1, row_digests=True)
+    assert found != [codec.generate_event_to_proto(e) async for e in backend.generate(other)], "control: another seed"
+
+
+async def test_scores_are_those_of_generate(client: AsyncRolloutClient) -> None:
+    """L4: the same bits through either call, after the wire."""
+    result = await client.generate([5, 6, 7], SAMPLING, n=3, row_digests=True)
+    sequences = [ScoreSequence((*result.prompt_ids, *s.token_ids.tolist()), start=3) for s in result.samples]
+    scores = await client.score(sequences, row_digests=True)
+    for sample, score in zip(result.samples, scores.scores, strict=True):
+        assert score.row_digests is not None
+        assert sample.row_digests is not None
+        assert sample.policy_logprobs.tobytes() == score.logprobs.tobytes()
+        assert sample.row_digests.tobytes() == score.row_digests.tobytes()
+    first = result.samples[0]
+    assert first.policy_logprobs.tobytes() == logprobs_of(first.token_ids.tolist(), 3, 1).tobytes()
+    assert first.policy_logprobs.tobytes() != logprobs_of(first.token_ids.tolist(), 4, 1).tobytes(), "control: shifted"
+    assert first.row_digests is not None
+    assert first.row_digests.tobytes() == digests_of(first.token_ids.tolist(), 3).tobytes()
+
+
+async def test_ids_are_echoed_or_made(backend: FakeBackend, client: AsyncRolloutClient) -> None:
+    assert (await client.generate([1], SAMPLING, request_id="mine")).request_id == "mine"
+    made = {(await client.generate([1], SAMPLING)).request_id for _ in range(3)}
+    made.add((await client.score([ScoreSequence((1, 2))])).request_id)
+    assert len(made) == 4
+    assert all(len(name) == 32 for name in made)
+    assert backend.seen[0].request_id == "mine"
+    assert made == {request.request_id for request in backend.seen[1:]}
+
+
+async def test_a_drawn_seed_is_echoed(client: AsyncRolloutClient) -> None:
+    """D2: unset is never a hidden constant on this layer; what the backend drew comes back and reproduces."""
+    drawn = await client.generate([1, 2], SamplingParams(max_tokens=5))
+    again = await client.generate([1, 2], drawn.sampling)
+    assert again.samples[0].token_ids.tobytes() == drawn.samples[0].token_ids.tobytes()
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "context"])
+async def test_length_reaches_the_client(backend: FakeBackend, client: AsyncRolloutClient, limit: str) -> None:
+    """K4"""
+    backend.finish = FinishDetail(FinishReason.LENGTH, limit=limit)
+    sample = (await client.generate([1], SAMPLING)).samples[0]
+    assert (sample.finish.reason, sample.finish.limit) == (FinishReason.LENGTH, limit)
+
+
+async def test_the_sampled_eos_stays(backend: FakeBackend, client: AsyncRolloutClient) -> None:
+    """C3, C4: either EOS id keeps its id, log-prob and mask 1; include_stop changes no length."""
+    for include_stop in (False, True):
+        for eos in (EOS, 11):
+            backend.ends_with, backend.finish = (eos,), FinishDetail(FinishReason.STOP, stop_token_id=eos)
+            sampling = SamplingParams(seed=3, max_tokens=3, include_stop=include_stop)
+            sample = (await client.generate([1], sampling)).samples[0]
+            assert sample.token_ids[-1] == eos
+            assert sample.finish.stop_token_id == eos
+            assert len(sample.token_ids) == len(sample.policy_logprobs) == len(sample.behavior_logprobs) == 3
+            assert sample.mask.tolist() == [1, 1, 1]
+            assert np.isfinite(sample.policy_logprobs).all()
+
+
+class TestLiveNames:
+    async def test_a_live_id_is_refused_and_the_holder_goes_on(
+        self, backend: FakeBackend, client: AsyncRolloutClient
+    ) -> None:
+        expected = await client.generate([1], SAMPLING, request_id="x")
+        backend.hold()
+        backend.reached.clear()
+        holder = asyncio.create_task(client.generate([1], SAMPLING, request_id="x"))
+        await wait(backend.reached)
+        with pytest.raises(DuplicateRequest) as caught:
+            await client.generate([9, 9], SAMPLING, request_id="x")
+        assert caught.value.field == "request_id"
+        with pytest.raises(DuplicateRequest):
+            await client.score([ScoreSequence((1, 2))], request_id="x")
+        backend.gate.set()
+        result = await holder
+        assert result.samples[0].token_ids.tobytes() == expected.samples[0].token_ids.tobytes()
+        assert len(backend.seen) == 2, "the duplicates never reached the backend"
+
+    async def test_an_id_is_free_after_its_call_however_that_ended(
+        self, backend: FakeBackend, client: AsyncRolloutClient
+    ) -> None:
+        await client.generate([1], SAMPLING, request_id="x")
+        with pytest.raises(InvalidRequest):
+            await client.generate([64], SAMPLING, request_id="x")
+        backend.error = ValueError("secret")
+        with pytest.raises(Exception, match="internal error"):
+            await client.generate([1], SAMPLING, request_id="x")
+        backend.error = None
+        assert (await client.generate([1], SAMPLING, request_id="x")).request_id == "x"
+
+    async def test_a_retry_waits_for_the_cleanup_of_the_call_its_client_left(self) -> None:
+        """K1: the retry is neither refused nor mixed with what is being cleaned up."""
+
+        class SlowToClose(FakeBackend):
+            cleaning, clean = asyncio.Event(), asyncio.Event()
+            order: list[str]
+
+            async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
+                self.order.append("begin")
+                try:
+                    async for event in super().generate(request):
+                        yield event
+                finally:
+                    self.cleaning.set()
+                    await self.clean.wait()
+                    self.order.append("end")
+
+        backend = SlowToClose()
+        backend.order = []
+        async with serving(backend) as server, AsyncRolloutClient(address(server), timeout_s=30) as client:
+            backend.hold()
+            stream = client.stream([1], SAMPLING, request_id="x")
+            await anext(stream)
+            await wait(backend.reached)
+            await stream.aclose()
+            await wait(backend.cleaning)
+            backend.gate.set()
+            retry = asyncio.create_task(client.generate([1], SAMPLING, request_id="x"))
+            # A call made after the retry has been answered, so the server has had the retry too.
+            await client.info()
+            assert not retry.done()
+            backend.clean.set()
+            assert (await retry).request_id == "x"
+        assert backend.order == ["begin", "end", "begin", "end"]
+
+
+class TestCancel:
+    async def test_closing_the_stream_closes_the_backends_iterator(
+        self, backend: FakeBackend, client: AsyncRolloutClient
+    ) -> None:
+        backend.hold()
+        stream = client.stream([1], SAMPLING, request_id="x")
+        await anext(stream)
+        await wait(backend.reached)
+        assert backend.closed == []
+        await stream.aclose()
+        await wait(backend.ended)
+        assert backend.closed == ["x"]
+        assert backend.live == set()
+
+    async def test_cancel_of_score(self, backend: FakeBackend, client: AsyncRolloutClient) -> None:
+        """K6: unary calls too."""
+        backend.hold()
+        task = asyncio.create_task(client.score([ScoreSequence((1, 2))], request_id="s"))
+        await wait(backend.reached)
+        task.cancel()
+        await wait(backend.ended)
+        assert backend.closed == ["s"]
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def test_deadline_of_stream_and_score(self, backend: FakeBackend) -> None:
+        """K6"""
+        backend.hold()
+        async with serving(backend) as server, AsyncRolloutClient(address(server), timeout_s=1) as hasty:
+            await hasty.info()
+            with pytest.raises(RequestAborted, match="timeout_s"):
+                await hasty.generate([1], SAMPLING, request_id="g")
+            await wait(backend.ended)
+            backend.ended.clear()
+            with pytest.raises(RequestAborted, match="timeout_s"):
+                await hasty.score([ScoreSequence((1, 2))], request_id="s")
+            await wait(backend.ended)
+        assert backend.closed == ["g", "s"]
+
+    async def test_a_stream_read_to_its_end_counts_as_ended(
+        self, backend: FakeBackend, client: AsyncRolloutClient
+    ) -> None:
+        """Control of the tests above."""
+        await client.generate([1], SAMPLING)
+        assert backend.closed == []
+
+
+class TestAbort:
+    async def test_partial_output_comes_back(self, backend: FakeBackend, client: AsyncRolloutClient) -> None:
+        backend.hold()
+        task = asyncio.create_task(client.generate([1], SAMPLING, n=2, request_id="x"))
+        await wait(backend.reached)
+        assert await client.abort("x") == 1
+        result = await task
+        for sample in result.samples:
+            assert sample.finish.reason is FinishReason.ABORTED
+            assert len(sample.token_ids) == backend.chunk_tokens
+        backend.gate.set()
+        whole = await client.generate([1], SAMPLING, n=2)
+        assert whole.samples[0].token_ids[:4].tobytes() == result.samples[0].token_ids.tobytes()
+
+    async def test_unknown_and_unnamed(self, backend: FakeBackend, client: AsyncRolloutClient, stub: Any) -> None:
+        with pytest.raises(NotFound):
+            await client.abort("nobody")
+        with pytest.raises(InvalidRequest):
+            await client.abort()
+        with pytest.raises(grpc.aio.AioRpcError, match="name one request or set all"):
+            await stub.Abort(pb.AbortRequest())
+        assert await client.abort(all_requests=True) == 0
+
+
+async def test_pause_resume_and_info(backend: FakeBackend, client: AsyncRolloutClient) -> None:
+    assert await client.pause() == WeightState(1, "01")
+    assert (await client.info()).paused
+    assert await client.resume() == WeightState(1, "01")
+    assert await client.info() == await backend.info()
+
+
+class TestUpdateWeights:
+    async def send(self, stub: Any, *messages: pb.UpdateWeightsRequest) -> pb.UpdateWeightsResponse:
+        return await stub.UpdateWeights(iter(messages))
+
+    async def test_bytes_version_and_policy_arrive(self, backend: FakeBackend, client: AsyncRolloutClient) -> None:
+        tensors = [("a", np.arange(5, dtype=np.float32)), ("b", np.zeros((0, 2), np.int32)), ("c", np.float64(1.5))]
+        tensors = [(name, np.asarray(value)) for name, value in tensors]
+        state = await client.update_weights(
+            tensors, version=2, digest="beef", policy=UpdatePolicy.ABORT, bucket_bytes=12
+        )
+        assert state == backend.weights == WeightState(2, "beef")
+        assert {name: bytes(data) for name, data in backend.received.items()} == {
+            name: array.tobytes() for name, array in tensors
+        }
+
+    @pytest.mark.parametrize("case", ["nothing", "no begin", "two begins", "unknown field", "bad chunk"])
+    async def test_a_bad_stream_leaves_the_old_weights(self, backend: FakeBackend, stub: Any, case: str) -> None:
+        begin = codec.update_to_proto(WeightUpdate(2, "ab", 1))
+        bucket = pb.TensorBucket(chunks=[pb.TensorChunk(name="a", dtype=pb.DTYPE_INT32, shape=[1], data=b"\0\0\0\0")])
+        good = pb.UpdateWeightsRequest(bucket=bucket)
+        odd = pb.UpdateWeightsRequest(bucket=bucket)
+        if case == "unknown field":
+            odd.bucket.chunks[0].MergeFromString(b"\x98\x06\x01")
+        if case == "bad chunk":
+            odd.bucket.chunks[0].offset = 1
+        messages = {"nothing": [], "no begin": [good], "two begins": [begin, good, begin]}.get(case, [begin, good, odd])
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self.send(stub, *messages)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert backend.weights == WeightState(1, "01")
+        await self.send(stub, begin, good)
+        assert backend.weights == WeightState(2, "ab")
+
+    async def test_the_backends_refusal_comes_back(self, backend: FakeBackend, client: AsyncRolloutClient) -> None:
+        backend.error = WeightUpdateError("digest differs; send again")
+        with pytest.raises(WeightUpdateError, match="digest differs"):
+            await client.update_weights([("a", np.zeros(3, np.float32))], version=2, digest="ab")
+        assert backend.weights == WeightState(1, "01")
+
+
+def fit(size_of: Any, target: int) -> int:
+    """The n for which size_of(n) == target; a length prefix may take a few rounds to settle."""
+    n = target - 64
+    for _ in range(8):
+        short = target - size_of(n)
+        if not short:
+            return n
+        n += short
+    raise AssertionError(f"no message of {target} bytes")
+
+
+class TestMessageSizes:
+    """K5: gRPC's own limit of 4 MiB stands in no direction."""
+
+    SIZES = (4 * MIB - 1, 4 * MIB, 4 * MIB + 1, 64 * MIB)
+
+    @pytest.mark.parametrize("size", SIZES[:3])
+    async def test_score_requests(self, client: AsyncRolloutClient, size: int) -> None:
+        def request(n: int) -> ScoreRequest:
+            return ScoreRequest("", (ScoreSequence((7,) * n),))
+
+        n = fit(lambda n: codec.score_request_to_proto(request(n)).ByteSize(), size)
+        scores = (await client.score(request(n).sequences)).scores
+        assert scores[0].logprobs.tobytes() == logprobs_of([7] * (n - 1), 1, 1).tobytes()
+
+    @pytest.mark.parametrize("size", SIZES)
+    async def test_weight_buckets(self, backend: FakeBackend, client: AsyncRolloutClient, size: int) -> None:
+        data = np.resize(np.arange(251, dtype=np.uint8), size - size % 4).view(np.int32)
+        await client.update_weights([("a", data)], version=2, digest="ab", bucket_bytes=128 * MIB)
+        assert backend.messages == [data.nbytes], "one message"
+        assert backend.received["a"] == data.tobytes()
+
+    @pytest.mark.parametrize("size", SIZES)
+    async def test_responses(self, backend: FakeBackend, client: AsyncRolloutClient, size: int) -> None:
+        request = GenerateRequest("x", (1,), SAMPLING)
+        backend.text = ""
+        completion = [event async for event in backend.generate(request)][-1]
+        message = codec.generate_event_to_proto(completion)
+
+        def size_of(n: int) -> int:
+            message.completion.samples[0].text = "x" * n
+            return message.ByteSize()
+
+        backend.text = "x" * fit(size_of, size)
+        result = await client.generate(request.prompt_ids, SAMPLING, request_id="x")
+        assert result.samples[0].text == backend.text
+
+    @pytest.mark.parametrize("size", SIZES)
+    async def test_chunks(self, backend: FakeBackend, size: int) -> None:
+        class OneChunk(FakeBackend):
+            async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
+                tokens = size // 12 + 1
+                chunk = TokenChunk(0, 0, np.arange(tokens, dtype=np.int32), bits, bits, weight_version=1)
+                yield chunk
+
+        bits = np.resize(np.arange(2**31, 2**31 + 997, dtype=np.uint32).view(np.float32), size // 12 + 1)
+        async with serving(OneChunk()) as server, AsyncRolloutClient(address(server)) as client:
+            stream = client.stream([1], SAMPLING)
+            event = await anext(stream)
+            await stream.aclose()
+        assert isinstance(event, TokenChunk)
+        assert event.policy_logprobs.tobytes() == bits.tobytes()
+
+    async def test_over_the_limit_is_refused_and_the_server_goes_on(self, backend: FakeBackend) -> None:
+        request = codec.generate_request_to_proto(GenerateRequest("x", (1, 2), SAMPLING))
+        big = codec.score_request_to_proto(ScoreRequest("", (ScoreSequence((7,) * (2 * MIB)),)))
+        async with serving(backend, max_message_bytes=MIB) as server:
+            options = [("grpc.max_send_message_length", 64 * MIB), ("grpc.max_receive_message_length", 64 * MIB)]
+            async with grpc.aio.insecure_channel(address(server), options=options) as channel:
+                stub: Any = rollout_pb2_grpc.RolloutServiceStub(channel)
+                before = [m.SerializeToString() async for m in stub.Generate(request)]
+                with pytest.raises(grpc.aio.AioRpcError) as up:
+                    await stub.Score(big)
+                backend.text = "x" * 2 * MIB
+                with pytest.raises(grpc.aio.AioRpcError) as down:
+                    async for _ in stub.Generate(request):
+                        pass
+                backend.text = "sampled"
+                after = [m.SerializeToString() async for m in stub.Generate(request)]
+        assert up.value.code() is down.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert before == after
+
+    async def test_the_client_names_the_way_out(self, backend: FakeBackend) -> None:
+        async with serving(backend, max_message_bytes=MIB) as server, AsyncRolloutClient(address(server)) as client:
+            with pytest.raises(InvalidRequest, match="max_message_bytes"):
+                await client.score([ScoreSequence((7,) * (2 * MIB))])

@@ -1,0 +1,427 @@
+"""Both clients against a real server; conservation and error classes on the client's side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.codec import GenerateEvent
+from rollout.errors import (
+    CapacityExceeded,
+    ConfigError,
+    DuplicateRequest,
+    InvalidRequest,
+    NotFound,
+    ParityError,
+    ReplicaUnavailable,
+    RequestAborted,
+    RolloutError,
+    UnsupportedFeature,
+    WeightUpdateError,
+)
+from rollout.types import (
+    Completion,
+    GenerateRequest,
+    LogprobMode,
+    SampleSummary,
+    SamplingParams,
+    ScoreRequest,
+    ScoreResult,
+    ScoreSequence,
+    SequenceScore,
+    TokenChunk,
+    UpdatePolicy,
+    VersionSpan,
+    WeightState,
+)
+from tests.fakes.backend import FakeBackend
+from tests.fakes.server import address, serving
+from trainer_bridge.aio_client import AsyncRolloutClient
+from trainer_bridge.client import RolloutClient
+from trainer_bridge.wire import Assembler, GenerateResult, check_scores, plan_update, update_messages
+
+SAMPLING = SamplingParams(seed=3, max_tokens=10)
+REQUEST = GenerateRequest("x", (5, 6), SAMPLING, n=2, sample_index=1, row_digests=True)
+
+
+@pytest.fixture
+def backend() -> FakeBackend:
+    return FakeBackend()
+
+
+@pytest.fixture
+async def client(backend: FakeBackend) -> AsyncIterator[AsyncRolloutClient]:
+    async with serving(backend) as server, AsyncRolloutClient(address(server), timeout_s=30) as client:
+        yield client
+
+
+@pytest.fixture
+async def blocking(backend: FakeBackend) -> AsyncIterator[RolloutClient]:
+    async with serving(backend) as server:
+        with RolloutClient(address(server), timeout_s=30) as client:
+            yield client
+
+
+def bits(result: GenerateResult) -> list[tuple[bytes, ...]]:
+    return [
+        (
+            sample.token_ids.tobytes(),
+            sample.policy_logprobs.tobytes(),
+            sample.behavior_logprobs.tobytes(),
+            b"" if sample.row_digests is None else sample.row_digests.tobytes(),
+        )
+        for sample in result.samples
+    ]
+
+
+async def test_both_clients_and_all_paths_give_the_same_bits(backend: FakeBackend) -> None:
+    async with serving(backend) as server, AsyncRolloutClient(address(server)) as client:
+        asynchronous = await client.generate([5, 6], SAMPLING, n=2, row_digests=True)
+        streamed = Assembler(replace(REQUEST, request_id="", sample_index=0))
+        async for event in client.stream([5, 6], SAMPLING, n=2, row_digests=True):
+            streamed.add(event)
+        with RolloutClient(address(server)) as blocking:
+            synchronous = await asyncio.to_thread(blocking.generate, [5, 6], SAMPLING, n=2, row_digests=True)
+        singles = [await client.generate([5, 6], SAMPLING, sample_index=i, row_digests=True) for i in range(2)]
+        other = await client.generate([5, 6], replace(SAMPLING, seed=4), n=2, row_digests=True)
+    assert bits(asynchronous) == bits(synchronous) == bits(streamed.result())
+    assert bits(asynchronous) == [bits(single)[0] for single in singles]
+    assert bits(asynchronous) != bits(other), "control: another seed"
+
+
+async def test_the_result_is_whole(client: AsyncRolloutClient) -> None:
+    result = await client.generate(np.asarray([5, 6]), SAMPLING, n=3, sample_index=4, request_id="mine")
+    assert (result.request_id, result.prompt_ids, result.mode) == ("mine", (5, 6), LogprobMode.TEMPERED)
+    assert (result.sampling, result.manifest_digest) == (SAMPLING, "fa4e")
+    assert [sample.sample_index for sample in result.samples] == [4, 5, 6]
+    for sample in result.samples:
+        dtypes = [a.dtype for a in (sample.token_ids, sample.policy_logprobs, sample.behavior_logprobs, sample.mask)]
+        assert dtypes == [np.int32, np.float32, np.float32, np.uint8]
+        assert sample.row_digests is None
+        assert sample.spans == (VersionSpan(1, 0, 10),)
+        assert (sample.text, sample.replica) == ("sampled", "fake-0")
+        # Arrays are writable, or torch.from_numpy would warn, which is an error here.
+        assert torch.from_numpy(sample.policy_logprobs).shape == (10,)
+
+
+async def test_text_prompts(client: AsyncRolloutClient, backend: FakeBackend) -> None:
+    result = await client.generate("hello", SAMPLING)
+    assert result.prompt_ids == backend.encode("hello")
+    backend.tokenizer = False
+    with pytest.raises(UnsupportedFeature, match="no tokenizer"):
+        await client.generate("hello", SAMPLING)
+
+
+class TestBlockingClient:
+    async def test_every_call(self, backend: FakeBackend, blocking: RolloutClient) -> None:
+        def calls() -> None:
+            assert len(list(blocking.stream([1], SAMPLING, n=2))) == 6 + 2 + 1
+            assert len(blocking.score([ScoreSequence((1, 2, 3))]).scores[0].logprobs) == 2
+            state = blocking.update_weights([("a", np.zeros(3, np.float32))], version=2, digest="ab")
+            assert state == WeightState(2, "ab")
+            assert blocking.pause() == state
+            assert blocking.info().paused
+            assert blocking.resume() == state
+            assert blocking.abort(all_requests=True) == 0
+
+        await asyncio.to_thread(calls)
+        assert backend.received == {"a": bytearray(12)}
+
+    async def test_closing_a_stream_cancels(self, backend: FakeBackend, blocking: RolloutClient) -> None:
+        backend.hold()
+        stream = blocking.stream([1], SAMPLING, request_id="x")
+        await asyncio.to_thread(next, stream)
+        await asyncio.wait_for(backend.reached.wait(), 20)
+        stream.close()
+        await asyncio.wait_for(backend.ended.wait(), 20)
+        assert backend.closed == ["x"]
+
+    async def test_generate_many(self, backend: FakeBackend, blocking: RolloutClient) -> None:
+        requests = [GenerateRequest(f"r{i}", (i + 1,), replace(SAMPLING, seed=i)) for i in range(20)]
+        results = await asyncio.to_thread(blocking.generate_many, requests, concurrency=4)
+        assert [result.request_id for result in results] == [request.request_id for request in requests]
+        assert await asyncio.to_thread(blocking.generate_many, []) == []
+
+    async def test_generate_many_ends_with_the_first_failure(
+        self, backend: FakeBackend, blocking: RolloutClient
+    ) -> None:
+        backend.hold()
+        requests = [GenerateRequest("stays", (1,), SAMPLING), GenerateRequest("fails", (99,), SAMPLING)]
+        with pytest.raises(InvalidRequest, match="id 99"):
+            await asyncio.to_thread(blocking.generate_many, requests, concurrency=2)
+        assert backend.live == set() or await asyncio.wait_for(backend.ended.wait(), 20)
+        assert "fails" not in backend.closed
+
+
+class TestGenerateMany:
+    async def test_results_are_in_order_and_bounded(self, backend: FakeBackend, client: AsyncRolloutClient) -> None:
+        most = 0
+
+        class Counting(FakeBackend):
+            async def _events(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
+                nonlocal most
+                most = max(most, len(self.live))
+                async for event in super()._events(request):
+                    yield event
+
+        requests = [GenerateRequest(f"r{i}", (i + 1,), replace(SAMPLING, seed=i)) for i in range(20)]
+        async with serving(Counting()) as server, AsyncRolloutClient(address(server)) as counted:
+            results = await counted.generate_many(requests, concurrency=3)
+        assert [result.request_id for result in results] == [request.request_id for request in requests]
+        assert 1 <= most <= 3
+        alone = [await client.generate(r.prompt_ids, r.sampling) for r in requests]
+        assert [bits(result) for result in results] == [bits(result) for result in alone]
+
+    async def test_a_failure_cancels_the_rest(self, backend: FakeBackend, client: AsyncRolloutClient) -> None:
+        backend.hold()
+        stays = asyncio.create_task(
+            client.generate_many([GenerateRequest("stays", (1,), SAMPLING), GenerateRequest("late", (99,), SAMPLING)])
+        )
+        with pytest.raises(InvalidRequest, match="id 99"):
+            await stays
+        if "stays" in backend.live:
+            await asyncio.wait_for(backend.ended.wait(), 20)
+        assert backend.live == set()
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        "kind",
+        [
+            CapacityExceeded,
+            ConfigError,
+            DuplicateRequest,
+            InvalidRequest,
+            NotFound,
+            ParityError,
+            ReplicaUnavailable,
+            RequestAborted,
+            RolloutError,
+            UnsupportedFeature,
+            WeightUpdateError,
+        ],
+        ids=lambda kind: kind.__name__,
+    )
+    async def test_the_same_class_message_and_field(self, backend: FakeBackend, kind: type[RolloutError]) -> None:
+        backend.error = kind("näme, limit, way out", field="some.field[3]")
+        async with serving(backend) as server, AsyncRolloutClient(address(server)) as client:
+            calls: list[Callable[[], Any]] = [
+                lambda: client.generate([1], SAMPLING),
+                lambda: client.score([ScoreSequence((1, 2))]),
+                lambda: client.update_weights([("a", np.zeros(3, np.float32))], version=2, digest="ab"),
+                client.info,
+            ]
+            with RolloutClient(address(server)) as blocking:
+                calls.append(lambda: asyncio.to_thread(blocking.info))
+                calls.append(lambda: asyncio.to_thread(blocking.generate, [1], SAMPLING))
+                for call in calls:
+                    with pytest.raises(RolloutError) as caught:
+                        await call()
+                    assert type(caught.value) is kind
+                    assert (caught.value.message, caught.value.field) == ("näme, limit, way out", "some.field[3]")
+
+    async def test_no_server(self) -> None:
+        async with serving(FakeBackend()) as server:
+            gone = address(server)
+        async with AsyncRolloutClient(gone, timeout_s=20) as client:
+            with pytest.raises(ReplicaUnavailable):
+                await client.info()
+
+    async def test_local_mistakes_never_reach_the_wire(self, backend: FakeBackend, client: AsyncRolloutClient) -> None:
+        with pytest.raises(InvalidRequest) as caught:
+            await client.generate([1], replace(SAMPLING, seed=2**64))
+        assert caught.value.field == "sampling.seed"
+        with pytest.raises(InvalidRequest):
+            await client.abort("a", all_requests=True)
+        assert backend.seen == []
+
+
+class TestUpdateWeights:
+    async def test_torch_and_numpy_bytes(self, backend: FakeBackend, client: AsyncRolloutClient) -> None:
+        generator = torch.Generator().manual_seed(1)
+        weight = torch.randn(5, 3, generator=generator)
+        tensors: list[tuple[str, Any]] = [
+            ("bf16", weight.bfloat16()),
+            ("parameter", torch.nn.Parameter(weight)),
+            ("transposed", weight.t()),
+            ("scalar", torch.tensor(7, dtype=torch.int64)),
+            ("numpy", np.arange(6, dtype=">f8").reshape(2, 3)),
+        ]
+        await client.update_weights(tensors, version=2, digest="ab", policy=UpdatePolicy.RECOMPUTE, bucket_bytes=16)
+        received = {name: bytes(data) for name, data in backend.received.items()}
+        assert received == {
+            "bf16": weight.bfloat16().view(torch.uint16).numpy().tobytes(),
+            "parameter": weight.numpy().tobytes(),
+            "transposed": weight.t().contiguous().numpy().tobytes(),
+            "scalar": (7).to_bytes(8, "little"),
+            "numpy": np.arange(6, dtype="<f8").tobytes(),
+        }
+        assert received["transposed"] != received["parameter"], "control: layout counts"
+        assert max(backend.messages) <= 16
+
+    async def test_the_digest_is_that_of_the_bytes(self, backend: FakeBackend, client: AsyncRolloutClient) -> None:
+        from rollout.weights import root_digest, tensor_digest
+
+        data = np.arange(3, dtype=np.float32)
+        state = await client.update_weights([("a", data)], version=2)
+        assert state.digest == root_digest({"a": tensor_digest("a", "float32", (3,), data.tobytes())})
+        assert state.digest != root_digest({"a": tensor_digest("a", "float32", (3,), bytes(12))}), "control"
+
+    @pytest.mark.parametrize("bucket_bytes", [1, 7, 8, 20, 1000])
+    def test_each_byte_once_in_bounded_buckets(self, bucket_bytes: int) -> None:
+        tensors = [
+            ("a", np.arange(5, dtype=np.int32)),
+            ("e", np.zeros(0, np.int32)),
+            ("b", np.arange(3, dtype=np.int64)),
+        ]
+        update = plan_update(tensors, version=2, digest="ab", policy=UpdatePolicy.WAIT)
+        head, *buckets = update_messages(update, tensors, bucket_bytes)
+        assert head.begin.num_tensors == 3
+        rebuilt: dict[str, bytearray] = {}
+        for message in buckets:
+            assert sum(len(chunk.data) for chunk in message.bucket.chunks) <= bucket_bytes
+            for chunk in message.bucket.chunks:
+                target = rebuilt.setdefault(chunk.name, bytearray())
+                assert chunk.offset == len(target)
+                target.extend(chunk.data)
+        assert rebuilt == {name: bytearray(array.tobytes()) for name, array in tensors}
+
+    def test_refused_before_anything_is_sent(self) -> None:
+        a = ("a", np.zeros(1, np.float32))
+        with pytest.raises(InvalidRequest, match="named twice: a"):
+            plan_update([a, a], version=1, digest="ab", policy=UpdatePolicy.WAIT)
+        with pytest.raises(InvalidRequest, match="complex64"):
+            plan_update([("c", np.zeros(1, np.complex64))], version=1, digest="ab", policy=UpdatePolicy.WAIT)
+        update = plan_update([a], version=1, digest="ab", policy=UpdatePolicy.WAIT)
+        with pytest.raises(InvalidRequest, match="bucket_bytes = 0"):
+            update_messages(update, [a], 0)
+
+
+async def events_of(request: GenerateRequest) -> list[GenerateEvent]:
+    return [event async for event in FakeBackend().generate(request)]
+
+
+def chunks(events: list[GenerateEvent]) -> list[int]:
+    return [i for i, event in enumerate(events) if isinstance(event, TokenChunk)]
+
+
+def edit(kind: type[Any], which: int, **changes: Any) -> Callable[[list[GenerateEvent]], None]:
+    def change(events: list[GenerateEvent]) -> None:
+        at = [i for i, event in enumerate(events) if isinstance(event, kind)][which]
+        events[at] = replace(events[at], **changes)
+
+    return change
+
+
+def swap(events: list[GenerateEvent], a: int, b: int) -> None:
+    events[a], events[b] = events[b], events[a]
+
+
+def infinite(events: list[GenerateEvent]) -> None:
+    first = events[0]
+    assert isinstance(first, TokenChunk)
+    values = first.policy_logprobs.copy()
+    values[1] = np.nan
+    events[0] = replace(first, policy_logprobs=values)
+
+
+def shorter(events: list[GenerateEvent]) -> None:
+    first = events[0]
+    assert isinstance(first, TokenChunk)
+    events[0] = replace(first, policy_logprobs=first.policy_logprobs[:-1])
+
+
+def relabelled_summary(events: list[GenerateEvent]) -> None:
+    edit(SampleSummary, 0, spans=(VersionSpan(2, 0, 10),))(events)
+
+
+BROKEN: dict[str, Callable[[list[GenerateEvent]], Any]] = {
+    "chunk lost": lambda events: events.pop(2),
+    "last chunk lost": lambda events: events.pop(chunks(events)[-1]),
+    "chunk repeated": lambda events: events.insert(1, events[0]),
+    "chunks swapped": lambda events: swap(events, 0, 2),
+    "chunk of a stranger": edit(TokenChunk, 0, sample_index=9),
+    "chunk of the sibling": edit(TokenChunk, 0, sample_index=2),
+    "chunk after the end": lambda events: events.insert(-1, events.pop(chunks(events)[-1])),
+    "5 ids and 4 log-probs": shorter,
+    "log-prob not finite": infinite,
+    "digests missing": edit(TokenChunk, 0, row_digests=None),
+    "version relabelled in a chunk": edit(TokenChunk, 0, weight_version=2),
+    "version relabelled in the summary": relabelled_summary,
+    "count wrong": edit(SampleSummary, 0, num_tokens=9),
+    "summary lost": lambda events: events.pop(-2),
+    "summary repeated": lambda events: events.insert(-1, events[-2]),
+    "completion lost": lambda events: events.pop(),
+    "completion repeated": lambda events: events.append(events[-1]),
+    "completion first": lambda events: events.insert(0, events.pop()),
+    "completion of fewer samples": edit(Completion, 0, samples=()),
+    "completion of another request": edit(Completion, 0, request_id="y"),
+    "another prompt": edit(Completion, 0, prompt_ids=(5, 7)),
+    "another seed": edit(Completion, 0, sampling=replace(SAMPLING, seed=4)),
+}
+
+
+class TestConservation:
+    """C6 of the design, and case C6: a hard error, never padding."""
+
+    async def test_the_stream_as_it_is(self) -> None:
+        assembler = Assembler(REQUEST)
+        for event in await events_of(REQUEST):
+            assembler.add(event)
+        assert [len(sample.token_ids) for sample in assembler.result().samples] == [10, 10]
+
+    @pytest.mark.parametrize("name", BROKEN)
+    async def test_every_breach_is_an_error(self, name: str) -> None:
+        events = await events_of(REQUEST)
+        BROKEN[name](events)
+        assembler = Assembler(REQUEST)
+        with pytest.raises(ParityError, match="'x'"):
+            for event in events:
+                assembler.add(event)
+            assembler.result()
+
+    async def test_a_sample_without_tokens(self) -> None:
+        request = replace(REQUEST, n=1)
+        *_, end, completion = await events_of(request)
+        assert isinstance(end, SampleSummary)
+        assert isinstance(completion, Completion)
+        empty = replace(end, num_tokens=0, spans=())
+        assembler = Assembler(request)
+        assembler.add(empty)
+        assembler.add(replace(completion, samples=(empty,)))
+        sample = assembler.result().samples[0]
+        assert sample.row_digests is not None
+        lengths = [a.size for a in (sample.token_ids, sample.policy_logprobs, sample.row_digests, sample.mask)]
+        assert lengths == [0, 0, 0, 0]
+
+    async def test_two_versions_in_one_sample(self) -> None:
+        request = replace(REQUEST, n=1)
+        events = await events_of(request)
+        edit(TokenChunk, 2, weight_version=2)(events)
+        spans = (VersionSpan(1, 0, 8), VersionSpan(2, 8, 10))
+        edit(SampleSummary, 0, spans=spans)(events)
+        edit(Completion, 0, samples=(events[-2],))(events)
+        assembler = Assembler(request)
+        for event in events:
+            assembler.add(event)
+        assert assembler.result().samples[0].spans == spans
+
+    def test_scores(self) -> None:
+        request = ScoreRequest("s", (ScoreSequence((1, 2, 3)), ScoreSequence((1, 2, 3), 2)))
+        scores = (SequenceScore(np.zeros(2, np.float32)), SequenceScore(np.zeros(1, np.float32)))
+        result = ScoreResult("s", scores, 1.0, LogprobMode.TEMPERED, 1, "d")
+        assert check_scores(request, result) is result
+        for broken in (
+            replace(result, scores=scores[:1]),
+            replace(result, scores=scores[::-1]),
+            replace(result, scores=(scores[0], replace(scores[1], row_digests=np.zeros(1, np.uint64)))),
+            replace(result, request_id="t"),
+        ):
+            with pytest.raises(ParityError):
+                check_scores(request, broken)

@@ -1,0 +1,235 @@
+"""The asyncio client: the methods of ``RolloutClient`` as coroutines. Belongs to the loop it is first used in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import grpc.aio
+
+from rollout import codec
+from rollout.codec import GenerateEvent
+from rollout.types import (
+    GenerateRequest,
+    SamplingParams,
+    ScoreRequest,
+    ScoreResult,
+    ScoreSequence,
+    ServerInfo,
+    UpdatePolicy,
+    WeightState,
+)
+from rollout.v1 import rollout_pb2 as pb
+from rollout.v1 import rollout_pb2_grpc
+from trainer_bridge.wire import (
+    DEFAULT_BUCKET_BYTES,
+    Assembler,
+    GenerateResult,
+    NamedTensor,
+    call_metadata,
+    check_scores,
+    plan_update,
+    translated,
+    update_messages,
+)
+from trainer_bridge.wire.request import (
+    DEFAULT_MAX_MESSAGE_BYTES,
+    DEFAULT_TIMEOUT_S,
+    abort_target,
+    channel_options,
+    make_request,
+)
+
+if TYPE_CHECKING:
+    from rollout.v1.rollout_pb2_grpc import RolloutServiceAsyncStub
+
+
+class AsyncRolloutClient:
+    """Client of one rollout service. Errors are those of ``rollout.errors``, as the service raised them.
+
+    Args:
+        address: "host:port".
+        timeout_s: deadline of every call, in seconds.
+        max_message_bytes: largest message, both ways.
+
+    Example:
+        async with AsyncRolloutClient("127.0.0.1:50051") as client:
+            result = await client.generate([1, 2, 3], SamplingParams(seed=7, max_tokens=32), n=4)
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    ) -> None:
+        self._address = address
+        self._timeout_s = timeout_s
+        self._max_message_bytes = max_message_bytes
+        self._channel: grpc.aio.Channel | None = None
+        self._connected: RolloutServiceAsyncStub | None = None
+
+    @property
+    def _stub(self) -> RolloutServiceAsyncStub:
+        # Not in __init__: a channel belongs to the running loop, and a client may be made outside of one.
+        if self._connected is None:
+            self._channel = grpc.aio.insecure_channel(self._address, options=channel_options(self._max_message_bytes))
+            self._connected = rollout_pb2_grpc.RolloutServiceStub(self._channel)
+        return self._connected
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the channel; live calls are cancelled."""
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def generate(
+        self,
+        prompt: str | Iterable[int],
+        sampling: SamplingParams,
+        *,
+        n: int = 1,
+        sample_index: int = 0,
+        request_id: str = "",
+        row_digests: bool = False,
+    ) -> GenerateResult:
+        """Sample n continuations of a prompt (ids [P], or text) and return them whole.
+
+        Raises:
+            RolloutError: as the service raised it; ParityError when the stream breaks conservation.
+        """
+        return await self._collect(*make_request(prompt, sampling, n, sample_index, request_id, row_digests))
+
+    def stream(
+        self,
+        prompt: str | Iterable[int],
+        sampling: SamplingParams,
+        *,
+        n: int = 1,
+        sample_index: int = 0,
+        request_id: str = "",
+        row_digests: bool = False,
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """The events of ``generate`` as they come; closing the iterator cancels the call."""
+        request, text = make_request(prompt, sampling, n, sample_index, request_id, row_digests)
+        return self._events(request, text, Assembler(request))
+
+    async def generate_many(
+        self, requests: Sequence[GenerateRequest], *, concurrency: int = 64
+    ) -> list[GenerateResult]:
+        """Results in the order of the requests; at most ``concurrency`` at a time. A failure cancels the rest."""
+        slots = asyncio.Semaphore(concurrency)
+
+        async def one(request: GenerateRequest) -> GenerateResult:
+            async with slots:
+                return await self._collect(request, None)
+
+        tasks = [asyncio.ensure_future(one(request)) for request in requests]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def score(
+        self,
+        sequences: Sequence[ScoreSequence],
+        *,
+        temperature: float = 1.0,
+        row_digests: bool = False,
+        request_id: str = "",
+    ) -> ScoreResult:
+        """Log-probs of given tokens by one prefill through the rollout kernels.
+
+        Raises:
+            RolloutError: as the service raised it; ParityError when the answer does not match the request.
+        """
+        request = ScoreRequest(request_id, tuple(sequences), temperature, row_digests)
+        message = codec.score_request_to_proto(request)
+        with translated():
+            response = await self._stub.Score(message, timeout=self._timeout_s, metadata=call_metadata(request_id))
+        return check_scores(request, codec.score_result_from_proto(response))
+
+    async def update_weights(
+        self,
+        tensors: Iterable[NamedTensor],
+        *,
+        version: int,
+        digest: str | None = None,
+        policy: UpdatePolicy = UpdatePolicy.WAIT,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> WeightState:
+        """Send a full weight set; every replica serves it when this returns, or none does and it raises.
+
+        Args:
+            tensors: (name, numpy array or torch tensor).
+            version: must exceed the version being served.
+            digest: root digest; computed from the tensors when None.
+            policy: what to do with requests in flight.
+            bucket_bytes: tensor bytes a message.
+        """
+        listed = list(tensors)
+        update = plan_update(listed, version=version, digest=digest, policy=policy)
+        messages = update_messages(update, listed, bucket_bytes)
+        with translated():
+            response = await self._stub.UpdateWeights(messages, timeout=self._timeout_s)
+        return codec.weights_from_proto(response.weights)
+
+    async def abort(self, request_id: str = "", *, all_requests: bool = False) -> int:
+        """End a live request, or all of them; their streams end with ABORTED. Returns how many samples ended."""
+        abort_target(request_id, all_requests)
+        message = pb.AbortRequest(request_id=request_id, all=all_requests)
+        with translated():
+            return (await self._stub.Abort(message, timeout=self._timeout_s)).aborted
+
+    async def pause(self) -> WeightState:
+        """No token is sampled between the return of this and the call of ``resume``."""
+        with translated():
+            response = await self._stub.Pause(pb.PauseRequest(), timeout=self._timeout_s)
+        return codec.weights_from_proto(response.weights)
+
+    async def resume(self) -> WeightState:
+        """Let sampling go on."""
+        with translated():
+            response = await self._stub.Resume(pb.ResumeRequest(), timeout=self._timeout_s)
+        return codec.weights_from_proto(response.weights)
+
+    async def info(self) -> ServerInfo:
+        """Model, parity manifest, weights and load."""
+        with translated():
+            response = await self._stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=self._timeout_s)
+        return codec.info_from_proto(response)
+
+    async def _collect(self, request: GenerateRequest, text: str | None) -> GenerateResult:
+        assembler = Assembler(request)
+        async with aclosing(self._events(request, text, assembler)) as events:
+            async for _ in events:
+                pass
+        return assembler.result()
+
+    async def _events(
+        self, request: GenerateRequest, text: str | None, assembler: Assembler
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        message = codec.generate_request_to_proto(request, text=text)
+        with translated():
+            call = self._stub.Generate(message, timeout=self._timeout_s, metadata=call_metadata(request.request_id))
+            try:
+                async for response in call:
+                    event = codec.generate_event_from_proto(response)
+                    assembler.add(event)
+                    yield event
+                assembler.result()
+            finally:
+                call.cancel()

@@ -1,0 +1,125 @@
+"""Rollouts as JSON Lines, one sample a line, exact to the bit.
+
+Full line: ``"format": "zerodrift.rollout/1"`` and every key of ``jsonl_line.KEYS``, absent values as null;
+``finish_reason`` is never null. Log-probs stand twice: as decimal numbers to read, and as one string of 8 hex digits a
+value, which is what counts. Both must agree. NaN is null in the decimals. Digests are one string of 16 hex digits a
+value, because JSON numbers above 2**53 are not safe everywhere.
+
+Minimal line, from another engine: exactly ``prompt_ids, token_ids, logprobs, temperature`` and no ``format``. What it
+does not say stays None; a null log-prob gets mask 0; decimals are rounded to the nearest float32.
+
+Reading is strict: an unknown, repeated or missing key, a wrong type or length is an error that names line and key.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout.errors import InvalidRequest
+from rollout.types import Float32Array
+from trainer_bridge.jsonl_line import FORMAT, LineReader
+from trainer_bridge.rollout_record import RolloutRecord
+
+__all__ = ["FORMAT", "RolloutRecord", "decode", "encode", "read_rollouts", "write_rollouts"]
+
+
+def write_rollouts(path: str | os.PathLike[str], records: Iterable[RolloutRecord]) -> int:
+    """Write a whole file and return the number of lines. It appears complete or not at all."""
+    target = Path(path)
+    partial = target.with_name(f"{target.name}.partial")
+    count = 0
+    with partial.open("w", encoding="utf-8", newline="\n") as file:
+        for record in records:
+            file.write(encode(record) + "\n")
+            count += 1
+    partial.replace(target)
+    return count
+
+
+def read_rollouts(path: str | os.PathLike[str]) -> Iterator[RolloutRecord]:
+    """Yield the records of a file in order. Errors: InvalidRequest that names line and key."""
+    with Path(path).open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.endswith(b"\n"):
+                raise InvalidRequest(f"line {number}: no newline at its end, so it may be cut; write the file again")
+            try:
+                line = raw.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise InvalidRequest(f"line {number}: not UTF-8 at byte {error.start}") from error
+            yield decode(line, number)
+
+
+def encode(record: RolloutRecord) -> str:
+    """One line without its newline. Errors: InvalidRequest for a record without a finish reason."""
+    if record.finish is None:
+        raise InvalidRequest(
+            f"request {record.request_id!r} sample {record.sample_index} has no finish reason, which a full line must "
+            "carry; set it with dataclasses.replace once it is known",
+            field="finish_reason",
+        )
+    line = {
+        "format": FORMAT,
+        "request_id": record.request_id,
+        "sample_index": record.sample_index,
+        "prompt_ids": record.prompt_ids.tolist(),
+        "token_ids": record.token_ids.tolist(),
+        "logprobs": _decimals(record.policy_logprobs),
+        "logprobs_bits": _hex(record.policy_logprobs.view(np.uint32), 8),
+        "behavior_logprobs": None if record.behavior_logprobs is None else _decimals(record.behavior_logprobs),
+        "behavior_logprobs_bits": None
+        if record.behavior_logprobs is None
+        else _hex(record.behavior_logprobs.view(np.uint32), 8),
+        "mask": record.mask.astype(np.uint8).tolist(),
+        "sampling": None if record.sampling is None else asdict(record.sampling),
+        "temperature": record.temperature,
+        "mode": None if record.mode is None else record.mode.name,
+        "spans": [[span.version, span.start, span.end] for span in record.spans],
+        "finish_reason": record.finish.value,
+        "row_digests": None if record.row_digests is None else _hex(record.row_digests, 16),
+        "replica": record.replica,
+        "seed": record.seed,
+        "manifest_digest": record.manifest_digest,
+        "weight_version": record.weight_version,
+    }
+    return json.dumps(line, allow_nan=False, separators=(",", ":"))
+
+
+def decode(line: str, number: int) -> RolloutRecord:
+    """Read one line; ``number`` is its place in the file, counted from 1, for messages."""
+    reader = LineReader(number)
+    try:
+        value = json.loads(line, object_pairs_hook=reader.unique, parse_constant=reader.constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"line {number}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        reader.fail("", f"is {type(value).__name__}, must be a JSON object")
+    try:
+        return reader.full(value) if "format" in value else reader.minimal(value)
+    except InvalidRequest as error:
+        if error.message.startswith("line "):
+            raise
+        raise InvalidRequest(f"line {number}: {error.message}", field=error.field) from error
+
+
+def _decimals(values: Float32Array) -> list[float | str | None]:
+    # float64 holds every float32 exactly, and its shortest decimal reads back as the same float32.
+    return [_decimal(value) for value in values.tolist()]
+
+
+def _decimal(value: float) -> float | str | None:
+    if math.isnan(value):
+        return None
+    return value if math.isfinite(value) else str(value)
+
+
+def _hex(words: npt.NDArray[np.unsignedinteger[Any]], digits: int) -> str:
+    return "".join(f"{word:0{digits}x}" for word in words.tolist())

@@ -1,0 +1,20 @@
+"""What both clients share: records, stream assembly, error translation, weight buckets."""
+
+from trainer_bridge.wire.assembly import Assembler, check_scores
+from trainer_bridge.wire.buckets import DEFAULT_BUCKET_BYTES, NamedTensor, plan_update, update_messages
+from trainer_bridge.wire.result import GenerateResult, SampledSequence
+from trainer_bridge.wire.status import call_metadata, error_of, translated
+
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "Assembler",
+    "GenerateResult",
+    "NamedTensor",
+    "SampledSequence",
+    "call_metadata",
+    "check_scores",
+    "error_of",
+    "plan_update",
+    "translated",
+    "update_messages",
+]

@@ -1,0 +1,178 @@
+"""Generate streams put together again, C6 checked on the way: no token lost, repeated or relabelled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NoReturn, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout.codec import GenerateEvent
+from rollout.errors import ParityError
+from rollout.types import Completion, GenerateRequest, SampleSummary, ScoreRequest, ScoreResult, TokenChunk, VersionSpan
+from trainer_bridge.wire.result import GenerateResult, SampledSequence
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+@dataclass(slots=True)
+class _Partial:
+    chunks: list[TokenChunk] = field(default_factory=list)
+    length: int = 0
+    summary: SampleSummary | None = None
+
+
+class Assembler:
+    """Takes the events of one stream in order; ``result`` only when all of them fit together.
+
+    Args:
+        request: what was asked; an empty ``prompt_ids`` stands for a text prompt.
+
+    Raises:
+        ParityError: from ``add`` and ``result``, when the stream breaks conservation.
+    """
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self._request = request
+        self._samples = {request.sample_index + i: _Partial() for i in range(request.n)}
+        self._completion: Completion | None = None
+
+    def add(self, event: GenerateEvent) -> None:
+        """Take the next event."""
+        if self._completion is not None:
+            self._refuse(f"a {type(event).__name__} follows the Completion")
+        match event:
+            case TokenChunk():
+                self._add_chunk(event)
+            case SampleSummary():
+                self._add_summary(event)
+            case Completion():
+                self._add_completion(event)
+
+    def result(self) -> GenerateResult:
+        """The samples, by index."""
+        completion = self._completion
+        if completion is None:
+            self._refuse("the stream ended without a Completion")
+        return GenerateResult(
+            request_id=completion.request_id,
+            prompt_ids=completion.prompt_ids,
+            samples=tuple(
+                _sequence(self._samples[index], with_digests=self._request.row_digests)
+                for index in sorted(self._samples)
+            ),
+            sampling=completion.sampling,
+            mode=completion.sampling.logprob_mode,
+            manifest_digest=completion.manifest_digest,
+        )
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ParityError(f"Generate stream of request {self._request.request_id!r}: {what}")
+
+    def _open(self, index: int, what: str) -> _Partial:
+        sample = self._samples.get(index)
+        if sample is None:
+            self._refuse(f"{what} names sample {index}, which was not asked for ({sorted(self._samples)})")
+        if sample.summary is not None:
+            self._refuse(f"{what} of sample {index} comes after its end")
+        return sample
+
+    def _add_chunk(self, chunk: TokenChunk) -> None:
+        sample = self._open(chunk.sample_index, "a chunk")
+        name = f"sample {chunk.sample_index} at token {chunk.offset}"
+        lengths = {len(chunk.token_ids), len(chunk.policy_logprobs), len(chunk.behavior_logprobs)}
+        if chunk.row_digests is not None:
+            lengths.add(len(chunk.row_digests))
+        if len(lengths) != 1:
+            self._refuse(f"{name}: ids, log-probs and digests differ in number ({sorted(lengths)})")
+        if (chunk.row_digests is not None) != self._request.row_digests:
+            self._refuse(f"{name}: row_digests = {self._request.row_digests} was asked, the chunk has it otherwise")
+        if chunk.offset != sample.length:
+            self._refuse(f"{name}: {sample.length} tokens came before")
+        for values in (chunk.policy_logprobs, chunk.behavior_logprobs):
+            if not np.isfinite(values).all():
+                self._refuse(f"{name}: the log-prob of a sampled token is not finite")
+        sample.chunks.append(chunk)
+        sample.length += len(chunk.token_ids)
+
+    def _add_summary(self, summary: SampleSummary) -> None:
+        sample = self._open(summary.sample_index, "a summary")
+        name = f"sample {summary.sample_index}"
+        if summary.num_tokens != sample.length:
+            self._refuse(f"{name}: its end counts {summary.num_tokens} tokens, {sample.length} came")
+        sampled = _merge(
+            VersionSpan(chunk.weight_version, chunk.offset, chunk.offset + len(chunk.token_ids))
+            for chunk in sample.chunks
+        )
+        if _merge(summary.spans) != sampled:
+            self._refuse(f"{name}: its spans say {_merge(summary.spans)}, its chunks {sampled}")
+        sample.summary = summary
+
+    def _add_completion(self, completion: Completion) -> None:
+        request = self._request
+        open_samples = [index for index, sample in self._samples.items() if sample.summary is None]
+        if open_samples:
+            self._refuse(f"the Completion comes before the end of samples {open_samples}")
+        if completion.samples != tuple(self._samples[index].summary for index in sorted(self._samples)):
+            self._refuse("the Completion repeats the samples' ends in another order or with other values")
+        if request.request_id and completion.request_id != request.request_id:
+            self._refuse(f"the Completion is that of request {completion.request_id!r}")
+        if request.prompt_ids and completion.prompt_ids != request.prompt_ids:
+            self._refuse("the echoed prompt is not the one that was sent")
+        asked, used = request.sampling.seed, completion.sampling.seed
+        if asked is not None and (used is None or (asked - used) % 2**64):
+            self._refuse(f"seed {asked} was asked, {used} was used")
+        self._completion = completion
+
+
+def _merge(spans: Iterable[VersionSpan]) -> list[tuple[int, int, int]]:
+    merged: list[tuple[int, int, int]] = []
+    for span in spans:
+        if span.start == span.end:
+            continue
+        if merged and merged[-1][0] == span.version and merged[-1][2] == span.start:
+            merged[-1] = (span.version, merged[-1][1], span.end)
+        else:
+            merged.append((span.version, span.start, span.end))
+    return merged
+
+
+def _sequence(sample: _Partial, *, with_digests: bool) -> SampledSequence:
+    summary = sample.summary
+    assert summary is not None, "a Completion is only taken once every sample has ended"
+    digests = [chunk.row_digests for chunk in sample.chunks if chunk.row_digests is not None]
+    return SampledSequence(
+        sample_index=summary.sample_index,
+        token_ids=_join([chunk.token_ids for chunk in sample.chunks], np.int32),
+        policy_logprobs=_join([chunk.policy_logprobs for chunk in sample.chunks], np.float32),
+        behavior_logprobs=_join([chunk.behavior_logprobs for chunk in sample.chunks], np.float32),
+        row_digests=_join(digests, np.uint64) if with_digests else None,
+        mask=np.ones(sample.length, dtype=np.uint8),
+        finish=summary.finish,
+        spans=summary.spans,
+        text=summary.text,
+        replica=summary.replica,
+    )
+
+
+def _join(parts: list[npt.NDArray[Scalar]], dtype: type[Scalar]) -> npt.NDArray[Scalar]:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
+
+
+def check_scores(request: ScoreRequest, result: ScoreResult) -> ScoreResult:
+    """The result, if it answers each sequence of the request with one log-prob per position.
+
+    Raises:
+        ParityError: it does not.
+    """
+    expected = [len(sequence.token_ids) - sequence.start for sequence in request.sequences]
+    found = [len(score.logprobs) for score in result.scores]
+    if found != expected:
+        raise ParityError(f"Score of request {result.request_id!r}: {expected} positions were asked, {found} came")
+    if any((score.row_digests is not None) != request.row_digests for score in result.scores):
+        raise ParityError(f"Score of request {result.request_id!r}: row_digests = {request.row_digests} was asked")
+    if request.request_id and result.request_id != request.request_id:
+        raise ParityError(f"Score of request {request.request_id!r} was answered as {result.request_id!r}")
+    return result

@@ -1,0 +1,92 @@
+"""gRPC statuses back to the errors of ``rollout.errors``: the one border where grpc's own errors end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from rollout.errors import (
+    CapacityExceeded,
+    DuplicateRequest,
+    InvalidRequest,
+    NotFound,
+    ParityError,
+    ReplicaUnavailable,
+    RequestAborted,
+    RolloutError,
+    UnsupportedFeature,
+    WeightUpdateError,
+)
+
+_BY_CODE: dict[grpc.StatusCode, type[RolloutError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.UNIMPLEMENTED: UnsupportedFeature,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: DuplicateRequest,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: CapacityExceeded,
+    grpc.StatusCode.FAILED_PRECONDITION: WeightUpdateError,
+    grpc.StatusCode.DATA_LOSS: ParityError,
+    grpc.StatusCode.UNAVAILABLE: ReplicaUnavailable,
+    grpc.StatusCode.ABORTED: RequestAborted,
+    grpc.StatusCode.CANCELLED: RequestAborted,
+    grpc.StatusCode.DEADLINE_EXCEEDED: RequestAborted,
+}
+_METADATA_VALUE = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Raise ``grpc.RpcError`` of the body as the error the service meant; the original is its cause."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise error_of(error) from error
+
+
+def error_of(error: grpc.RpcError) -> RolloutError:
+    """The same class, message and field that the service raised; without its details, a class chosen by status code."""
+    call = cast("grpc.Call", error)
+    code, message = call.code(), call.details() or ""
+    status = _rich_status(call)
+    if status is not None:
+        info = error_details_pb2.ErrorInfo()
+        for detail in status.details:
+            if detail.Unpack(info):
+                kind = _by_reason().get(info.reason)
+                if kind is not None:
+                    return kind(status.message, field=info.metadata.get("field", ""))
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
+        # gRPC's size limit: unlike a full queue, the same call will never succeed.
+        return InvalidRequest(f"{message}; send less in one message, or raise max_message_bytes on the receiving side")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return RequestAborted(f"{message or 'deadline exceeded'}; raise the client's timeout_s")
+    return _BY_CODE.get(code, RolloutError)(f"{code.name}: {message}")
+
+
+def _rich_status(call: grpc.Call) -> status_pb2.Status | None:
+    try:
+        return cast("status_pb2.Status | None", rpc_status.from_call(call))
+    except ValueError:
+        # Details that contradict the status line were not written by this service.
+        return None
+
+
+def _by_reason() -> dict[str, type[RolloutError]]:
+    kinds: dict[str, type[RolloutError]] = {}
+    pending: list[type[RolloutError]] = [RolloutError]
+    while pending:
+        kind = pending.pop()
+        kinds[kind.reason] = kind
+        pending.extend(kind.__subclasses__())
+    return kinds
+
+
+def call_metadata(request_id: str) -> tuple[tuple[str, str], ...]:
+    """Metadata that makes the server's log name the call by the request's id, where a header can hold it."""
+    return (("x-request-id", request_id),) if _METADATA_VALUE.fullmatch(request_id) else ()
