@@ -228,7 +228,7 @@ _TINY: dict[str, Any] = {
 }
 
 
-def tiny_model(kind: TinyKind, out: Path, dtype: Dtype = "float32", seed: int = 0, **overrides: Any) -> Path:  # noqa: ANN401
+def tiny_model(kind: TinyKind, out: Path, dtype: Dtype = "float32", seed: int = 0, **overrides: Any) -> Path:
     """Write a random two-layer model folder without tokenizer and return it.
 
     Qwen3 has q/k norms and tied embeddings, Llama neither. EOS is id 1. Weights are drawn in float32 and rounded once
@@ -256,7 +256,7 @@ def tiny_model(kind: TinyKind, out: Path, dtype: Dtype = "float32", seed: int = 
     return out
 
 
-def _draw_weights(model: Any, seed: int) -> None:  # noqa: ANN401
+def _draw_weights(model: Any, seed: int) -> None:
     import numpy as np
     import torch
 

@@ -96,7 +96,9 @@ def interface_attention(
     if attention_mask is not None:
         raise UnsupportedFeature("an additive attention mask reached the kernel set; pack sequences instead of padding")
     if dropout:
-        raise UnsupportedFeature(f"attention dropout {dropout} is not reproducible between rollout and trainer; set it to 0")
+        raise UnsupportedFeature(
+            f"attention dropout {dropout} is not reproducible between rollout and trainer; set it to 0"
+        )
     unknown = sorted(n for n, v in extra.items() if n not in _HARMLESS and v is not None and v is not False)
     if unknown:
         raise UnsupportedFeature(f"attention was asked for {', '.join(unknown)}, which the kernel sets do not support")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
 
 from rollout.types import (
     Completion,
     GenerateRequest,
+    SampleSummary,
     ScoreRequest,
     ScoreResult,
     ServerInfo,
     TensorChunk,
     TokenChunk,
-    SampleSummary,
     WeightState,
     WeightUpdate,
 )
@@ -22,7 +22,7 @@ from rollout.types import (
 class Backend(Protocol):
     """All methods raise errors of ``rollout.errors`` only."""
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk | SampleSummary | Completion]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk | SampleSummary | Completion, None]:
         """Stream chunks and sample ends in any interleaving of samples, then one ``Completion``.
 
         Closing the iterator (client cancel, deadline) aborts every sample of the request within one step.
@@ -45,7 +45,9 @@ class Backend(Protocol):
 
     async def resume(self) -> WeightState: ...
 
-    async def info(self) -> ServerInfo: ...
+    async def info(self, *, tensor_digests: bool = False) -> ServerInfo:
+        """Describe the service; ``tensor_digests`` also hashes every tensor being served."""
+        ...
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokenize a text prompt, nothing added; UnsupportedFeature when the model has no tokenizer."""

@@ -27,7 +27,9 @@ class Detokenizer:
     def __init__(self, path: str | Path) -> None:
         file = Path(path) / "tokenizer.json"
         if not file.exists():
-            raise NotFound(f"{path} has no tokenizer.json: text prompts and stop strings need one; send token ids instead")
+            raise NotFound(
+                f"{path} has no tokenizer.json: text prompts and stop strings need one; send token ids instead"
+            )
         self._tokenizer: Tokenizer = Tokenizer.from_file(str(file))
 
     @property

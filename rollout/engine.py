@@ -81,7 +81,8 @@ class Engine:
         num_pages = kv_cache_tokens // limits.page_size
         if num_pages < 1:
             raise InvalidRequest(
-                f"kv_cache_tokens {kv_cache_tokens} is below one page of {limits.page_size}", field="engine.kv_cache_tokens"
+                f"kv_cache_tokens {kv_cache_tokens} is below one page of {limits.page_size}",
+                field="engine.kv_cache_tokens",
             )
         self.model = model
         self.name = name
@@ -158,7 +159,8 @@ class Engine:
             raise InvalidRequest(f"start {score.start} is outside [1, {length - 1}]", field="sequences.start")
         if length > self.model.spec.context_length:
             raise InvalidRequest(
-                f"the sequence has {length} tokens, the context holds {self.model.spec.context_length}", field="sequences"
+                f"the sequence has {length} tokens, the context holds {self.model.spec.context_length}",
+                field="sequences",
             )
         sequence = Sequence(
             sample_id=sample_id,
@@ -243,7 +245,9 @@ class Engine:
                 if digest is not None and sequence.score_digests is not None:
                     sequence.score_digests[at] = digest
             else:
-                events.append(self._append(sequence, token.token_id, token.policy_logprob, token.behavior_logprob, digest))
+                events.append(
+                    self._append(sequence, token.token_id, token.policy_logprob, token.behavior_logprob, digest)
+                )
 
     def _append(
         self, sequence: Sequence, token_id: int, policy: np.float32, behavior: np.float32, digest: np.uint64 | None
@@ -317,5 +321,3 @@ class Engine:
         for i, token in enumerate(ids):
             if not 0 <= token < vocab:
                 raise InvalidRequest(f"{field}[{i}] = {token} is outside [0, {vocab - 1}]", field=field)
-
-

@@ -212,5 +212,3 @@ class EngineThread:
             commands, self._commands = list(self._commands), deque()
         for _, future in commands:
             future.set_exception(reason)
-
-

@@ -70,11 +70,11 @@ def guarded(handler: Handler, guard: Callable[[Context], AbstractAsyncContextMan
     """The handler with ``guard`` around each call. Streams are async generators or coroutines that call ``write``."""
     behavior = _behavior(handler)
 
-    async def respond(request: Any, context: Context) -> Any:  # noqa: ANN401 - any message type
+    async def respond(request: Any, context: Context) -> Any:
         async with guard(context):
             return await behavior(request, context)
 
-    async def stream(request: Any, context: Context) -> None:  # noqa: ANN401 - any message type
+    async def stream(request: Any, context: Context) -> None:
         async with guard(context):
             responses = behavior(request, context)
             if not inspect.isasyncgen(responses):

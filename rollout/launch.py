@@ -41,11 +41,11 @@ class JobClient(Protocol):
         """Ask a job to end; whether it was running."""
         ...
 
-    def get_job_status(self, job_id: str) -> Any:  # noqa: ANN401
+    def get_job_status(self, job_id: str) -> Any:
         """A ``JobStatus``: a string such as RUNNING."""
         ...
 
-    def get_job_info(self, job_id: str) -> Any:  # noqa: ANN401
+    def get_job_info(self, job_id: str) -> Any:
         """A ``JobDetails``: status and message."""
         ...
 

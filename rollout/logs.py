@@ -7,6 +7,7 @@ once. What is bound with ``structlog.contextvars`` (request_id, worker, weight_v
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import TextIO
 
@@ -19,6 +20,9 @@ def configure(level: str, json: bool, *, stream: TextIO | None = None) -> None:
 
     Colours only on a terminal. A second call replaces what the first one set up.
     """
+    # Bars of libraries would tear the output of an entry point apart.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     target = sys.stderr if stream is None else stream
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,

@@ -50,7 +50,11 @@ def required_features(config: PretrainedConfig) -> list[tuple[str, str]]:
     window = get("sliding_window") is not None and get("use_sliding_window") is not False
     wanted = [
         ("sliding_window", "sliding_window", window or any("sliding" in kind or "chunked" in kind for kind in layers)),
-        ("linear_attention", "layer_types", any("linear" in kind or "mamba" in kind or "conv" in kind for kind in layers)),
+        (
+            "linear_attention",
+            "layer_types",
+            any("linear" in kind or "mamba" in kind or "conv" in kind for kind in layers),
+        ),
         ("softcap", "attn_logit_softcapping", bool(get("attn_logit_softcapping") or get("final_logit_softcapping"))),
         ("mla", "kv_lora_rank", bool(get("kv_lora_rank"))),
         ("alibi", "alibi", bool(get("alibi"))),
@@ -77,7 +81,9 @@ def check_supported(config: PretrainedConfig, kernels: KernelSet, dtype: torch.d
             f"rotary embedding type {kind!r} depends on the other sequences of a call; supported: {sorted(ROPE_TYPES)}"
         )
     if name not in ARCHITECTURES:
-        raise UnsupportedFeature(f"architecture {name} is not proven bit-equal here; supported: {sorted(ARCHITECTURES)}")
+        raise UnsupportedFeature(
+            f"architecture {name} is not proven bit-equal here; supported: {sorted(ARCHITECTURES)}"
+        )
     if dtype not in kernels.capabilities.dtypes:
         raise UnsupportedFeature(f"kernel set {kernels.name!r} does not support dtype {dtype}")
     head_dim = _head_dim(config)
@@ -135,7 +141,12 @@ class SharedModel:
 
 
 def load_model(
-    path: str | Path, *, dtype: torch.dtype, kernels: KernelSet, context_length: int | None = None, trainable: bool = False
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    kernels: KernelSet,
+    context_length: int | None = None,
+    trainable: bool = False,
 ) -> SharedModel:
     """Load a checkpoint folder (config.json, safetensors) for either side.
 

@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from rollout.backend import Backend
@@ -100,7 +100,7 @@ class Pool(Backend):
 
     # ---- generate -----------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk | SampleSummary | Completion]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk | SampleSummary | Completion, None]:
         samples = await self._samples(request)
         ids = [s.sample_id for s in samples]
         self._requests[request.request_id] = ids
@@ -131,7 +131,9 @@ class Pool(Backend):
         if not 1 <= request.n <= most:
             raise InvalidRequest(f"n = {request.n} is outside [1, {most}] (server.max_n)", field="n")
         if not 0 <= request.sample_index <= 2**31 - 1 - request.n:
-            raise InvalidRequest(f"sample_index = {request.sample_index} is outside [0, 2^31 - n)", field="sample_index")
+            raise InvalidRequest(
+                f"sample_index = {request.sample_index} is outside [0, 2^31 - n)", field="sample_index"
+            )
         sampling = request.sampling
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=draw_seed())
@@ -250,8 +252,9 @@ class Pool(Backend):
         await self._router.all("resume")
         return self._weights
 
-    async def info(self) -> ServerInfo:
+    async def info(self, *, tensor_digests: bool = False) -> ServerInfo:
         info = self._require_info()
+        digests: dict[str, str] = await self._router.any("tensor_digests") if tensor_digests else {}
         loads: list[ReplicaLoad] = await self._router.loads()
         server = self._settings.server
         return ServerInfo(
@@ -265,6 +268,7 @@ class Pool(Backend):
             replicas=tuple(loads),
             paused=self._paused,
             limits={"max_n": server.max_n, "max_message_bytes": server.max_message_bytes},
+            tensor_digests=digests,
         )
 
     def encode(self, text: str) -> tuple[int, ...]:

@@ -67,7 +67,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
         """Model, manifest, weights, load."""
         codec.refuse_unknown_fields(request)
-        return codec.info_to_proto(await self._backend.info())
+        return codec.info_to_proto(await self._backend.info(tensor_digests=request.tensor_digests))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End live samples; their streams end normally."""

@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -42,10 +43,14 @@ def ray_cluster(settings: Settings) -> Iterator[None]:
         return
     needed = settings.worker.count * settings.worker.num_cpus
     address = settings.ray.address
-    local = {"num_cpus": settings.ray.num_cpus, "include_dashboard": False} if address is None else {}
+    local: dict[str, Any] = {"num_cpus": settings.ray.num_cpus, "include_dashboard": False} if address is None else {}
     ray.init(
-        address=address, namespace=settings.ray.namespace, log_to_driver=False, configure_logging=False, **local
-    )  # fmt: skip
+        address=address,
+        namespace=settings.ray.namespace,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        **local,
+    )
     try:
         have = ray.cluster_resources().get("CPU", 0.0)
         if have < needed:
@@ -75,7 +80,9 @@ async def running_service(settings: Settings, *, in_process: bool = False) -> As
     """
     path = await asyncio.get_running_loop().run_in_executor(None, prepare_model, settings.model.path)
     with contextlib.nullcontext() if in_process else ray_cluster(settings):
-        pool = Pool(_replicas(settings, path, in_process), settings, settings.model.path, load_tokenizer(settings, path))
+        pool = Pool(
+            _replicas(settings, path, in_process), settings, settings.model.path, load_tokenizer(settings, path)
+        )
         try:
             await pool.start()
             config = settings.server

@@ -48,7 +48,7 @@ class UpdatePolicy(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. Defaults are neutral; ``rollout.sampling.validate`` is the only gate.
+    """How tokens are drawn. Defaults are neutral; ``rollout.sampling.validate_sampling`` is the only gate.
 
     Unset values stay neutral: nothing is read from ``generation_config.json``.
     """
@@ -304,4 +304,6 @@ class ServerInfo:
     replicas: tuple[ReplicaLoad, ...]
     paused: bool
     limits: Mapping[str, int] = field(default_factory=dict)
-    """name -> value, e.g. max_n, max_prompt_tokens, max_message_bytes"""
+    """name -> value, e.g. max_n, max_message_bytes"""
+    tensor_digests: Mapping[str, str] = field(default_factory=dict)
+    """parameter name -> digest, hex; empty unless asked for"""

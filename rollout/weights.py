@@ -69,7 +69,8 @@ class WeightStage:
     def __init__(self, model: SharedModel, update: WeightUpdate, current: WeightState) -> None:
         if update.version <= current.version:
             raise WeightUpdateError(
-                f"version {update.version} does not exceed version {current.version} being served", field="begin.version"
+                f"version {update.version} does not exceed version {current.version} being served",
+                field="begin.version",
             )
         self.update = update
         self._model = model
@@ -94,7 +95,8 @@ class WeightStage:
         end = chunk.offset + len(chunk.data)
         if chunk.offset < 0 or end > incoming.buffer.size:
             raise WeightUpdateError(
-                f"{chunk.name}: bytes [{chunk.offset}, {end}) lie outside its {incoming.buffer.size} bytes", field=chunk.name
+                f"{chunk.name}: bytes [{chunk.offset}, {end}) lie outside its {incoming.buffer.size} bytes",
+                field=chunk.name,
             )
         incoming.buffer[chunk.offset : end] = np.frombuffer(chunk.data, np.uint8)
         incoming.ranges.append((chunk.offset, end))
@@ -106,7 +108,8 @@ class WeightStage:
         if parameter is None:
             known = ", ".join(list(self._wanted)[:3])
             raise WeightUpdateError(
-                f"the model has no parameter {chunk.name!r}; it has {len(self._wanted)}, such as {known}", field=chunk.name
+                f"the model has no parameter {chunk.name!r}; it has {len(self._wanted)}, such as {known}",
+                field=chunk.name,
             )
         tensor = torch.empty(parameter.shape, dtype=parameter.dtype)
         self._incoming[chunk.name] = _Incoming(tensor, tensor.view(-1).view(torch.uint8).numpy(), [])
@@ -123,7 +126,9 @@ class WeightStage:
             _check_coverage(name, incoming)
         missing = [name for name in self._wanted if name not in self._incoming]
         if missing:
-            raise WeightUpdateError(f"{len(missing)} of {len(self._wanted)} parameters are missing, first {missing[0]!r}")
+            raise WeightUpdateError(
+                f"{len(missing)} of {len(self._wanted)} parameters are missing, first {missing[0]!r}"
+            )
         if len(self._incoming) != self.update.num_tensors:
             raise WeightUpdateError(f"{len(self._incoming)} tensors arrived, {self.update.num_tensors} were announced")
         for name, incoming in self._incoming.items():
@@ -131,7 +136,9 @@ class WeightStage:
                 raise WeightUpdateError(f"{name} holds NaN or infinity", field=name)
         digest = root_digest({name: digest_of(name, i.tensor) for name, i in self._incoming.items()})
         if digest != self.update.digest:
-            raise WeightUpdateError(f"root digest {digest} differs from the sender's {self.update.digest}", field="digest")
+            raise WeightUpdateError(
+                f"root digest {digest} differs from the sender's {self.update.digest}", field="digest"
+            )
         self._check_tied_head()
         self._checked = {name: self._incoming[name].tensor for name in self._wanted}
 

@@ -21,8 +21,16 @@ from rollout.kernels.registry import resolve_kernels
 from rollout.manifest import build_manifest
 from rollout.model import DTYPES, SharedModel, load_model
 from rollout.scheduler import SchedulerLimits
-from rollout.types import ReplicaLoad, SampleRequest, ScoreSequence, TensorChunk, UpdatePolicy, WeightState, WeightUpdate
-from rollout.weights import model_digest
+from rollout.types import (
+    ReplicaLoad,
+    SampleRequest,
+    ScoreSequence,
+    TensorChunk,
+    UpdatePolicy,
+    WeightState,
+    WeightUpdate,
+)
+from rollout.weights import digest_of, model_digest
 
 T = TypeVar("T")
 GATHER_S = 0.02
@@ -101,6 +109,12 @@ class Worker:
             total_pages=engine.pages.num_pages,
             weights=self._thread.weights,
         )
+
+    async def tensor_digests(self) -> dict[str, str]:
+        """Parameter name -> digest, hex; computed between steps."""
+        model = self._engine.model
+        digests: dict[str, str] = await self._do(lambda: {n: digest_of(n, p).hex() for n, p in model.parameters()})
+        return digests
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -190,5 +204,3 @@ class Worker:
     async def _do(self, command: Any) -> Any:
         future: Future[Any] = self._thread.call(command)
         return await asyncio.wrap_future(future)
-
-

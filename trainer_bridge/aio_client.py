@@ -206,10 +206,11 @@ class AsyncRolloutClient:
             response = await self._stub.Resume(pb.ResumeRequest(), timeout=self._timeout_s)
         return codec.weights_from_proto(response.weights)
 
-    async def info(self) -> ServerInfo:
-        """Model, parity manifest, weights and load."""
+    async def info(self, *, tensor_digests: bool = False) -> ServerInfo:
+        """Model, parity manifest, weights and load; on request also the digest of every tensor being served."""
+        request = pb.GetServerInfoRequest(tensor_digests=tensor_digests)
         with translated():
-            response = await self._stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=self._timeout_s)
+            response = await self._stub.GetServerInfo(request, timeout=self._timeout_s)
         return codec.info_from_proto(response)
 
     async def _collect(self, request: GenerateRequest, text: str | None) -> GenerateResult:

@@ -188,10 +188,11 @@ class RolloutClient:
         with translated():
             return codec.weights_from_proto(self._stub.Resume(pb.ResumeRequest(), timeout=self._timeout_s).weights)
 
-    def info(self) -> ServerInfo:
-        """Model, parity manifest, weights and load."""
+    def info(self, *, tensor_digests: bool = False) -> ServerInfo:
+        """Model, parity manifest, weights and load; on request also the digest of every tensor being served."""
+        request = pb.GetServerInfoRequest(tensor_digests=tensor_digests)
         with translated():
-            return codec.info_from_proto(self._stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=self._timeout_s))
+            return codec.info_from_proto(self._stub.GetServerInfo(request, timeout=self._timeout_s))
 
     def _collect(self, request: GenerateRequest, text: str | None, calls: _LiveCalls | None = None) -> GenerateResult:
         assembler = Assembler(request)

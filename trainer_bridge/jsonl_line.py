@@ -139,7 +139,7 @@ class LineReader:
             temperature=self.temperature(value, optional=False),
         )
 
-    def take(self, value: Mapping[str, Any], key: str, kind: type, *, optional: bool = False) -> Any:  # noqa: ANN401
+    def take(self, value: Mapping[str, Any], key: str, kind: type, *, optional: bool = False) -> Any:
         """Value of a key, of one type."""
         found = value[key]
         if found is None and optional:

@@ -80,7 +80,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     return plain
 
 
-def _plain(value: Any) -> Any:  # noqa: ANN401 - walks whatever asdict gives
+def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

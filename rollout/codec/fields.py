@@ -65,7 +65,7 @@ def assign(message: Message, prefix: str = "", **values: object) -> None:
             ) from error
 
 
-def extend(container: Any, values: Iterable[object], field: str) -> None:  # noqa: ANN401 - protobuf's containers share no base
+def extend(container: Any, values: Iterable[object], field: str) -> None:
     """Append to a repeated field.
 
     Raises:

@@ -21,6 +21,7 @@ def info_to_proto(info: ServerInfo) -> pb.GetServerInfoResponse:
         replicas=[_replica_to_proto(replica) for replica in info.replicas],
         paused=info.paused,
         limits=dict(info.limits),
+        tensor_digests=dict(info.tensor_digests),
     )
 
 
@@ -37,6 +38,7 @@ def info_from_proto(message: pb.GetServerInfoResponse) -> ServerInfo:
         replicas=tuple(_replica_from_proto(replica) for replica in message.replicas),
         paused=message.paused,
         limits=dict(message.limits),
+        tensor_digests=dict(message.tensor_digests),
     )
 
 

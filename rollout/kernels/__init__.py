@@ -1,0 +1,1 @@
+"""Kernel sets: who computes each operation whose order of arithmetic matters."""

@@ -923,16 +923,21 @@ Global___UpdateWeightsResponse: _TypeAlias = UpdateWeightsResponse  # noqa: Y015
 
 @_typing.final
 class GetServerInfoRequest(_message.Message):
-    """GetServerInfoRequest has no fields."""
+    """GetServerInfoRequest asks for the description."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    TENSOR_DIGESTS_FIELD_NUMBER: _builtins.int
+    tensor_digests: _builtins.bool
+    """Also return the digest of every tensor being served (reads all weights)."""
     def __init__(
         self,
+        *,
+        tensor_digests: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tensor_digests", b"tensor_digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1032,6 +1037,26 @@ class GetServerInfoResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class TensorDigestsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
@@ -1042,6 +1067,7 @@ class GetServerInfoResponse(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
+    TENSOR_DIGESTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name or path."""
     vocab_size: _builtins.int
@@ -1072,6 +1098,10 @@ class GetServerInfoResponse(_message.Message):
     def limits(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Limits by name."""
 
+    @_builtins.property
+    def tensor_digests(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Parameter name to digest, hex, when asked for."""
+
     def __init__(
         self,
         *,
@@ -1085,10 +1115,11 @@ class GetServerInfoResponse(_message.Message):
         replicas: _abc.Iterable[Global___ReplicaLoad] | None = ...,
         paused: _builtins.bool = ...,
         limits: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        tensor_digests: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "eos_token_ids", b"eos_token_ids", "limits", b"limits", "manifest", b"manifest", "manifest_digest", b"manifest_digest", "model", b"model", "paused", b"paused", "replicas", b"replicas", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "eos_token_ids", b"eos_token_ids", "limits", b"limits", "manifest", b"manifest", "manifest_digest", b"manifest_digest", "model", b"model", "paused", b"paused", "replicas", b"replicas", "tensor_digests", b"tensor_digests", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -133,7 +133,7 @@ async def test_the_same_requests_without_the_fault_are_served(stub: Any) -> None
         assert await answer(stub, method, getattr(pb, f"{method}Request")())
 
 
-async def test_bytes_that_are_no_message(stub: Any) -> None:
+async def test_bytes_that_are_no_message() -> None:
     """Refused by grpc itself, before the service; the server goes on."""
     async with serving(FakeBackend()) as server, grpc.aio.insecure_channel(address(server)) as channel:
         own: Any = rollout_pb2_grpc.RolloutServiceStub(channel)

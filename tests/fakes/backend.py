@@ -243,7 +243,7 @@ class FakeBackend:
         self.paused = False
         return self.weights
 
-    async def info(self) -> ServerInfo:
+    async def info(self, *, tensor_digests: bool = False) -> ServerInfo:
         """One replica."""
         if self.error is not None:
             raise self.error

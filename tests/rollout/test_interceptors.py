@@ -239,6 +239,24 @@ async def test_an_inner_guard_can_refuse_with_a_typed_error(kind: str) -> None:
         assert (await call(channel, kind, (("authorization", "yes"),)))[-1] == b"good"
 
 
+class Aborting(GuardInterceptor):
+    """Ends the call by grpc's own means."""
+
+    @asynccontextmanager
+    async def guard(self, details: grpc.HandlerCallDetails, context: Any) -> AsyncIterator[None]:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")
+        yield
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_abort_passes(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with methods(good, Aborting()) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(channel, kind)
+    assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.UNAUTHENTICATED, "no token")
+    assert [record for record in caplog.records if record.name == "rollout.interceptors"] == []
+
+
 @pytest.mark.parametrize("message", ["x" * 100_000, "値" * 5_000, "\ud800" * 2_000, "\n\0%" * 2_000])
 async def test_long_and_odd_messages_arrive_cut(message: str) -> None:
     async with methods(raising(InvalidRequest(message, field="f" * 10_000))) as (_, channel):

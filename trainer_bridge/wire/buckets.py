@@ -89,13 +89,13 @@ def _messages(
         yield codec.bucket_to_proto(bucket)
 
 
-def layout(value: Any) -> tuple[str, tuple[int, ...]]:  # noqa: ANN401 - numpy or torch
+def layout(value: Any) -> tuple[str, tuple[int, ...]]:
     """Dtype name (torch's, without prefix) and shape."""
     dtype = value.dtype.name if isinstance(value, np.ndarray) else str(value.dtype).removeprefix("torch.")
     return dtype, tuple(int(size) for size in value.shape)
 
 
-def raw_bytes(value: Any) -> npt.NDArray[np.uint8]:  # noqa: ANN401 - numpy or torch
+def raw_bytes(value: Any) -> npt.NDArray[np.uint8]:
     """Little-endian, C-order bytes [nbytes]; no copy where the value already lies so in host memory."""
     if isinstance(value, np.ndarray):
         array = np.ascontiguousarray(value).reshape(-1)

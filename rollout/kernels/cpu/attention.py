@@ -56,9 +56,9 @@ def _scores(query: np.ndarray, keys: np.ndarray, scores: np.ndarray, width: int,
         q2 = query[d + 2]
         q3 = query[d + 3]
         for j in range(block):
-            scores[j] = (
-                ((scores[j] + q0 * keys[d, j]) + q1 * keys[d + 1, j]) + q2 * keys[d + 2, j]
-            ) + q3 * keys[d + 3, j]
+            scores[j] = (((scores[j] + q0 * keys[d, j]) + q1 * keys[d + 1, j]) + q2 * keys[d + 2, j]) + q3 * keys[
+                d + 3, j
+            ]
     for d in range(4 * quads, dim):
         q0 = query[d]
         for j in range(block):
@@ -94,9 +94,9 @@ def _accumulate(values: np.ndarray, probs: np.ndarray, width: int, acc: np.ndarr
         p2 = probs[j + 2]
         p3 = probs[j + 3]
         for d in range(dim):
-            acc[d] = (
-                ((acc[d] + p0 * values[j, d]) + p1 * values[j + 1, d]) + p2 * values[j + 2, d]
-            ) + p3 * values[j + 3, d]
+            acc[d] = (((acc[d] + p0 * values[j, d]) + p1 * values[j + 1, d]) + p2 * values[j + 2, d]) + p3 * values[
+                j + 3, d
+            ]
     for j in range(4 * quads, width):
         p0 = probs[j]
         for d in range(dim):

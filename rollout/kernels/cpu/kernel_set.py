@@ -158,7 +158,9 @@ class CpuKernelSet(KernelSet):
         if layout.dtype not in self.capabilities.dtypes:
             raise UnsupportedFeature(f"kernel set cpu holds KV in bfloat16 or float32, not {layout.dtype}")
         if layout.page_size != self.page_size:
-            raise ConfigError(f"KV layout has pages of {layout.page_size}, kernel set cpu was made for {self.page_size}")
+            raise ConfigError(
+                f"KV layout has pages of {layout.page_size}, kernel set cpu was made for {self.page_size}"
+            )
         return CpuKVStore(layout)
 
     def attention_with_kvcache(
@@ -193,7 +195,9 @@ class CpuKernelSet(KernelSet):
     ) -> torch.Tensor:
         _check_shapes(q, k.size(1), k.size(2), cu_seqlens_q)
         if int(cu_seqlens_k[-1]) != k.size(0) or k.shape != v.shape:
-            raise InvalidRequest(f"k {tuple(k.shape)}, v {tuple(v.shape)} do not match cu_seqlens_k end {int(cu_seqlens_k[-1])}")
+            raise InvalidRequest(
+                f"k {tuple(k.shape)}, v {tuple(v.shape)} do not match cu_seqlens_k end {int(cu_seqlens_k[-1])}"
+            )
         result: torch.Tensor = _VarlenAttention.apply(
             q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, self.page_size
         )  # fmt: skip

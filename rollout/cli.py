@@ -1,0 +1,145 @@
+"""The command line: ``zerodrift VERB [options] [section.key=value ...]``.
+
+Exit codes: 0 done and equal; 1 something differs or failed; 2 the call or the settings are wrong.
+Verbs import what they need when they run, so ``--help`` is quick and environment settings come before torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rollout.errors import InvalidRequest, RolloutError
+
+app = typer.Typer(
+    name="zerodrift",
+    help="RL rollouts whose log-probs agree bit for bit with the trainer's own forward pass.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(help="Settings.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file of settings.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="section.key=value, after all options.", metavar="[KEY=VALUE]...")
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
+
+
+def write_json(path: Path | None, figures: dict[str, Any]) -> None:
+    """The same figures as the printed table, machine-readable."""
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1, allow_nan=False, default=str) + "\n", encoding="utf-8")
+
+
+@app.command()
+def serve(config: Config = None, overrides: Overrides = None) -> None:
+    """Start Ray, the replicas and the gRPC server; stop with SIGTERM or Ctrl-C."""
+    import asyncio
+
+    from rollout.config import load_settings
+    from rollout.logs import configure
+    from rollout.serving import Service, serve
+
+    settings = load_settings(config, overrides or [])
+    configure(settings.log.level, settings.log.as_json)
+
+    def ready(service: Service) -> None:
+        typer.echo(f"serving {settings.model.path} on {service.address} with {settings.worker.count} replicas")
+
+    asyncio.run(serve(settings, ready))
+
+
+@app.command()
+def submit(
+    address: Annotated[str, typer.Option(help="Dashboard address of a running Ray head, e.g. http://127.0.0.1:8265.")],
+    config: Config = None,
+    replicas: Annotated[int | None, typer.Option(help="Overrides worker.count.")] = None,
+    python: Annotated[str | None, typer.Option(help="Interpreter on the cluster.")] = None,
+    working_dir: Annotated[
+        Path | None, typer.Option(help="Folder to upload when zerodrift is not installed on the cluster.")
+    ] = None,
+    verb: Annotated[list[str] | None, typer.Argument(help="Verb and options to run there; default: demo.")] = None,
+) -> None:
+    """Run a verb (default: the demo) as a Ray job; stream its log and return its exit code."""
+    from rollout import launch
+
+    code = launch.submit(
+        config,
+        address,
+        entrypoint_args=tuple(verb or ["demo"]),
+        replicas=replicas,
+        python=python,
+        working_dir=working_dir,
+    )
+    raise typer.Exit(code)
+
+
+@config_app.command("show")
+def config_show(config: Config = None, json_file: JsonFile = None, overrides: Overrides = None) -> None:
+    """Every setting, its value and where it came from."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from rollout.config import describe
+
+    resolved = describe(config, overrides or [])
+    table = Table()
+    for name in ("setting", "value", "source"):
+        table.add_column(name)
+    for leaf in resolved:
+        table.add_row(leaf.key, repr(leaf.value), leaf.source)
+    Console().print(table)
+    write_json(json_file, {leaf.key: {"value": leaf.value, "source": leaf.source} for leaf in resolved})
+
+
+@app.command()
+def kernels(json_file: JsonFile = None) -> None:
+    """The kernel sets of this build and what each supports."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from rollout.kernels.base import FEATURES
+    from rollout.kernels.registry import available, resolve_kernels
+
+    sets = {name: resolve_kernels(name) for name in available()}
+    table = Table()
+    table.add_column("feature")
+    for name in sets:
+        table.add_column(name)
+    for feature, meaning in FEATURES.items():
+        table.add_row(meaning, *("yes" if feature in s.capabilities.features else "no" for s in sets.values()))
+    for operation in next(iter(sets.values())).providers():
+        table.add_row(f"[dim]{operation}[/dim]", *(s.providers().get(operation, "") for s in sets.values()))
+    Console().print(table)
+    write_json(
+        json_file,
+        {n: {"features": sorted(s.capabilities.features), "providers": dict(s.providers())} for n, s in sets.items()},
+    )
+
+
+def _register_bridge() -> None:
+    """Verbs of the trainer's side live with it."""
+    from trainer_bridge.cli import register
+
+    register(app)
+
+
+def main() -> None:
+    """Entry point."""
+    # Read once, when OpenMP loads: spinning threads of several processes would starve each other on few cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    _register_bridge()
+    try:
+        app()
+    except RolloutError as error:
+        typer.echo(f"zerodrift: {error.message}", err=True)
+        sys.exit(2 if isinstance(error, InvalidRequest) else 1)

@@ -1,0 +1,140 @@
+"""Verbs of the trainer's side: ``demo``, ``generate``, ``compare``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rollout.errors import InvalidRequest
+
+Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file of settings.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="section.key=value, after all options.", metavar="[KEY=VALUE]...")
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
+DEMO_OVERRIDES = ("worker.count=2", "server.port=0", "engine.kv_cache_tokens=16384", "log.level=warning")
+"""The demo's settings where neither a file nor the caller says otherwise."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs to the command line."""
+    app.command()(demo)
+    app.command()(generate)
+    app.command()(compare)
+
+
+def _write_json(path: Path | None, figures: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1, allow_nan=False, default=str) + "\n", encoding="utf-8")
+
+
+def demo(
+    config: Config = None,
+    steps: Annotated[int, typer.Option(min=1, help="Weight versions to sample under.")] = 3,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts a step.")] = 8,
+    group: Annotated[int, typer.Option(min=2, help="Samples of each prompt.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a sample.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the run.")] = 0,
+    full: Annotated[bool, typer.Option("--full", help="Also compare row digests: whole distributions.")] = False,
+    sabotage: Annotated[str | None, typer.Option(help="attention, temperature, weights or order: break it.")] = None,
+    json_file: JsonFile = None,
+    overrides: Overrides = None,
+) -> None:
+    """A small GRPO run over the real service, compared by bits; exit 1 if a single bit differs."""
+    import asyncio
+    import dataclasses
+
+    from rich.console import Console
+
+    from rollout.config import load_settings
+    from rollout.logs import configure
+    from trainer_bridge.demo.run import DemoOptions, run_demo
+    from trainer_bridge.demo.sabotage import Sabotage
+    from trainer_bridge.demo.view import View
+
+    kinds = [s.value for s in Sabotage]
+    if sabotage is not None and sabotage not in kinds:
+        raise InvalidRequest(f"sabotage {sabotage!r} is not one of {', '.join(kinds)}", field="sabotage")
+    settings = load_settings(config, [*(() if config else DEMO_OVERRIDES), *(overrides or [])])
+    configure(settings.log.level, settings.log.as_json)
+    options = DemoOptions(
+        steps=steps, prompts=prompts, group=group, max_tokens=max_tokens, seed=seed, full=full,
+        sabotage=Sabotage(sabotage) if sabotage else None,
+    )  # fmt: skip
+    if options.sabotage is Sabotage.TEMPERATURE:
+        # bfloat16 holds 1 exactly: the fault needs a temperature it rounds.
+        options = dataclasses.replace(options, temperature=0.7)
+    console = Console()
+    view = View(console if console.is_terminal else Console(width=140))
+    run = asyncio.run(run_demo(settings, options, view))
+    view.finished(run)
+    _write_json(json_file, run.to_json())
+    raise typer.Exit(0 if run.exact else 1)
+
+
+def generate(
+    out: Annotated[Path, typer.Option(help="JSONL file of rollouts to write.")],
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help='JSONL of {"prompt": text} or {"prompt_ids": [...]}.')] = None,
+    address: Annotated[str | None, typer.Option(help="A running service; else one is started for this call.")] = None,
+    n: Annotated[int, typer.Option(min=1, help="Samples of each prompt.")] = 1,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a sample.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 = off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 = off.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="0 = off.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Prompt i gets seed + i; unset: drawn and recorded.")] = None,
+    digests: Annotated[bool, typer.Option("--digests", help="Record row digests.")] = False,
+    config: Config = None,
+    overrides: Overrides = None,
+) -> None:
+    """Sample continuations and write them, with log-probs as exact bits, to a JSONL file."""
+    import asyncio
+
+    from rollout.types import SamplingParams
+    from trainer_bridge.single_use import generate_rollouts, read_prompts
+
+    sampling = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens
+    )
+    wanted: Sequence[str | tuple[int, ...]] = [*(prompt or []), *(read_prompts(prompts) if prompts else [])]
+    settings = _single_settings(config, overrides)
+    records = asyncio.run(generate_rollouts(wanted, sampling, n=n, digests=digests, address=address, settings=settings))
+    from trainer_bridge.jsonl import write_rollouts
+
+    write_rollouts(out, [r for r, _ in records])
+    for record, text in records:
+        typer.echo(f"[{record.request_id} sample {record.sample_index}] {text}")
+    typer.echo(f"{len(records)} samples written to {out}")
+
+
+def compare(
+    rollouts: Annotated[Path, typer.Argument(help="JSONL file of rollouts, ours or another engine's.")],
+    json_file: JsonFile = None,
+    config: Config = None,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per training forward; changes no bit.")] = 8,
+    overrides: Overrides = None,
+) -> None:
+    """Recompute every log-prob with the training forward and compare bits; exit 1 if one differs."""
+    from rich.console import Console
+
+    from trainer_bridge.report import render, to_json
+    from trainer_bridge.single_use import compare_rollouts
+
+    comparison = compare_rollouts(rollouts, _single_settings(config, overrides), micro_batch=micro_batch)
+    render(comparison, Console())
+    _write_json(json_file, to_json(comparison))
+    raise typer.Exit(0 if comparison.has_data and comparison.bitwise_equal else 1)
+
+
+def _single_settings(config: Path | None, overrides: list[str] | None) -> Any:
+    from rollout.config import load_settings
+    from rollout.logs import configure
+
+    settings = load_settings(config, [*(() if config else DEMO_OVERRIDES), "worker.count=1", *(overrides or [])])
+    configure(settings.log.level, settings.log.as_json)
+    return settings

@@ -1,0 +1,216 @@
+"""The demo's loop: rollout over gRPC, training forward and backward, comparison, optimizer step, weights over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollout.config import Settings
+from rollout.kernels.registry import resolve_kernels
+from rollout.manifest import build_manifest
+from rollout.model import DTYPES, load_model
+from rollout.serving import Service, running_service
+from rollout.types import GenerateRequest, SamplingParams, ServerInfo
+from trainer_bridge.aio_client import AsyncRolloutClient
+from trainer_bridge.collect import TokenDigest, records_of, training_sample
+from trainer_bridge.compare import compare
+from trainer_bridge.contrast import OrdinaryTrainer
+from trainer_bridge.demo.records import RunRecord, StepRecord
+from trainer_bridge.demo.sabotage import Sabotage, plant_kernels, plant_temperature, plant_weights
+from trainer_bridge.demo.task import Problem, Task
+from trainer_bridge.demo.view import View
+from trainer_bridge.handshake import diff_manifests
+from trainer_bridge.records import Comparison
+from trainer_bridge.report import verdict
+from trainer_bridge.rollout_record import RolloutRecord
+from trainer_bridge.trainer import ScoredBatch, TrainedSample, Trainer, group_advantages
+from trainer_bridge.wire import GenerateResult
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """Size and kind of a run."""
+
+    steps: int = 3
+    prompts: int = 8
+    """prompts a step"""
+    group: int = 8
+    """samples of each prompt"""
+    max_tokens: int = 64
+    seed: int = 0
+    temperature: float = 1.0
+    learning_rate: float = 2e-6
+    micro_batch: int = 8
+    """sequences per training forward"""
+    threads: int = 2
+    """of the trainer; the optimizer's sums depend on it, so it is part of the run's identity"""
+    full: bool = False
+    """also compare row digests"""
+    sabotage: Sabotage | None = None
+
+
+class DemoRun:
+    """One run against a running service."""
+
+    def __init__(self, service: Service, settings: Settings, options: DemoOptions, view: View) -> None:
+        self._service = service
+        self._options = options
+        self._view = view
+        kernels = resolve_kernels(settings.kernels.name, page_size=settings.engine.page_size)
+        model = load_model(
+            service.model_path, dtype=DTYPES[settings.model.dtype], kernels=kernels, trainable=True
+        )  # fmt: skip
+        self._trainer = Trainer(model, learning_rate=options.learning_rate, threads=options.threads)
+        self._ordinary = OrdinaryTrainer(model)
+        self._task = Task(service.model_path, options.seed)
+        self._digest = TokenDigest()
+        self._findings: list[str] = []
+        plant_kernels(self._trainer, options.sabotage)
+
+    async def run(self, replicas: int) -> RunRecord:
+        """All steps; stops early once something differs, since nothing after that can be trusted."""
+        start = time.monotonic()
+        steps: list[StepRecord] = []
+        async with AsyncRolloutClient(self._service.address) as client:
+            info = await client.info()
+            self._check_manifest(info)
+            plant_weights(self._trainer, self._options.sabotage)
+            await self._check_weights(client)
+            for step in range(self._options.steps):
+                steps.append(await self._step(client, step))
+                self._view.step(steps[-1])
+                if not steps[-1].aligned.bitwise_equal:
+                    self._findings.append(verdict(steps[-1].aligned))
+                if self._findings:
+                    break
+        return RunRecord(
+            steps=tuple(steps),
+            findings=tuple(self._findings),
+            token_digest=self._digest.hex,
+            tokens=self._digest.tokens,
+            seed=self._options.seed,
+            replicas=replicas,
+            threads=self._options.threads,
+            seconds=time.monotonic() - start,
+            manifest=dict(info.manifest),
+        )
+
+    # ---- handshake ----------------------------------------------------------------------------------------------
+
+    def _check_manifest(self, info: ServerInfo) -> None:
+        differences = diff_manifests(info.manifest, build_manifest(self._trainer.model))
+        self._findings += [f"manifest (rollout, trainer): {d}" for d in differences if d.can_change_bits]
+
+    async def _check_weights(self, client: AsyncRolloutClient) -> None:
+        """Compare root digests; where they differ, name the first tensor."""
+        info = await client.info()
+        if info.weights.digest == self._trainer.digest():
+            return
+        theirs = (await client.info(tensor_digests=True)).tensor_digests
+        ours = {name: digest.hex() for name, digest in self._trainer.tensor_digests().items()}
+        unequal = [name for name in ours if theirs.get(name) != ours[name]]
+        self._findings.append(
+            f"weights v{info.weights.version}: {len(unequal)} of {len(ours)} tensors differ, first {unequal[0]!r}"
+        )
+
+    # ---- one step -----------------------------------------------------------------------------------------------
+
+    async def _step(self, client: AsyncRolloutClient, step: int) -> StepRecord:
+        options = self._options
+        info = await client.info()
+        problems = self._task.problems(step, options.prompts)
+        began = time.monotonic()
+        results = await self._rollout(client, step, problems)
+        rollout_s = time.monotonic() - began
+        records = records_of(results)
+        self._digest.add(records)
+        rewards = [self._reward(problems[i // options.group], r) for i, r in enumerate(_texts(results))]
+        began = time.monotonic()
+        with self._view.phase(step, "training forward, backward, optimizer step"):
+            ordinary = await asyncio.to_thread(self._ordinary_comparison, records)
+            began = time.monotonic()
+            scored = await asyncio.to_thread(self._learn, records, rewards)
+        train_s = time.monotonic() - began
+        aligned = _comparison(records, scored)
+        began = time.monotonic()
+        with self._view.phase(step, "weights over gRPC"):
+            await client.update_weights(
+                self._trainer.tensors(), version=info.weights.version + 1, digest=self._trainer.digest()
+            )
+            await self._check_weights(client)
+        groups = [rewards[i : i + options.group] for i in range(0, len(rewards), options.group)]
+        return StepRecord(
+            step=step,
+            weight_version=info.weights.version,
+            weight_digest=info.weights.digest,
+            aligned=aligned,
+            ordinary=ordinary,
+            mean_reward=sum(rewards) / len(rewards),
+            mixed_groups=sum(len(set(g)) > 1 for g in groups),
+            distinct_siblings=all(_distinct(r) for r in results),
+            rollout_s=rollout_s,
+            train_s=train_s,
+            update_s=time.monotonic() - began,
+        )
+
+    async def _rollout(
+        self, client: AsyncRolloutClient, step: int, problems: Sequence[Problem]
+    ) -> list[GenerateResult]:
+        options = self._options
+
+        async def one(index: int, problem: Problem) -> GenerateResult:
+            # The seed says which run, step and prompt; the service derives the siblings' from the sample index.
+            seed = (options.seed << 32) + step * 65536 + index
+            sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=seed)
+            request = GenerateRequest(
+                f"step{step}/{problem.name}", problem.prompt_ids, sampling, options.group, row_digests=options.full
+            )
+            (result,) = await client.generate_many([request])
+            advance()
+            return result
+
+        with self._view.rollout(step, len(problems)) as advance:
+            return list(await asyncio.gather(*(one(i, p) for i, p in enumerate(problems))))
+
+    def _reward(self, problem: Problem, text: str) -> float:
+        return self._task.reward(problem, text)
+
+    def _learn(self, records: list[RolloutRecord], rewards: list[float]) -> ScoredBatch:
+        advantages = group_advantages(rewards, self._options.group)
+        samples = plant_temperature([training_sample(r) for r in records], self._options.sabotage)
+        batch = [TrainedSample(s, a) for s, a in zip(samples, advantages, strict=True)]
+        return self._trainer.learn(batch, micro_batch=self._options.micro_batch, digests=self._options.full)
+
+    def _ordinary_comparison(self, records: list[RolloutRecord]) -> Comparison:
+        samples = [training_sample(r) for r in records]
+        logprobs = self._ordinary.logprobs(
+            samples, micro_batch=self._options.micro_batch, threads=self._options.threads
+        )
+        return compare([r.scored(lp) for r, lp in zip(records, logprobs, strict=True)])
+
+
+def _comparison(records: list[RolloutRecord], scored: ScoredBatch) -> Comparison:
+    return compare(
+        [
+            r.scored(lp, trainer_digests=d)
+            for r, lp, d in zip(records, scored.logprobs, scored.digests, strict=True)
+        ]
+    )  # fmt: skip
+
+
+def _texts(results: Sequence[GenerateResult]) -> list[str]:
+    return [s.text or "" for r in results for s in r.samples]
+
+
+def _distinct(result: GenerateResult) -> bool:
+    return len({s.token_ids.tobytes() for s in result.samples}) > 1
+
+
+async def run_demo(settings: Settings, options: DemoOptions, view: View) -> RunRecord:
+    """Start the service, run, stop the service."""
+    view.starting(settings)
+    async with running_service(settings) as service:
+        demo = await asyncio.to_thread(DemoRun, service, settings, options, view)
+        return await demo.run(settings.worker.count)

@@ -1,0 +1,182 @@
+"""The training forward: packed sequences through the rollout's kernel set, log-probs with gradients.
+
+The forward bits of a token depend on its own sequence only, so packing, micro-batch size and order never show.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from rollout.attention import PackedStep
+from rollout.errors import InvalidRequest
+from rollout.logprobs import effective_temperature, policy_logprobs, row_digests
+from rollout.model import SharedModel
+from rollout.types import Int32Array, UInt64Array
+
+HEAD_ROWS = 512
+"""Rows whose logits exist at a time; the rest of the head is recomputed in backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSample:
+    """One sequence to score or train on."""
+
+    prompt_ids: Int32Array
+    """[P], P >= 1"""
+    token_ids: Int32Array
+    """[L], L >= 1"""
+    temperature: float = 1.0
+    """as sampled; 0 scores as 1"""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """B sequences laid end to end, no padding."""
+
+    input_ids: torch.Tensor
+    """int64 [T]"""
+    positions: torch.Tensor
+    """int64 [T], restarting at every sequence"""
+    cu_seqlens: torch.Tensor
+    """int32 [B + 1]"""
+    rows: torch.Tensor
+    """int64 [N] the row whose logits score each generated token: the one before it"""
+    targets: torch.Tensor
+    """int64 [N] generated tokens, sequence after sequence"""
+    temperatures: torch.Tensor
+    """float32 [N]"""
+    lengths: tuple[int, ...]
+    """[B] generated tokens of each sequence; sums to N"""
+
+
+def pack(samples: Sequence[TrainingSample]) -> PackedBatch:
+    """Lay samples end to end.
+
+    Raises:
+        InvalidRequest: an empty batch, prompt or generation.
+    """
+    if not samples:
+        raise InvalidRequest("no samples to pack")
+    for i, sample in enumerate(samples):
+        if not len(sample.prompt_ids) or not len(sample.token_ids):
+            raise InvalidRequest(
+                f"sample {i} has {len(sample.prompt_ids)} prompt and {len(sample.token_ids)} generated tokens; "
+                "both must be at least 1"
+            )
+    sizes = [len(s.prompt_ids) + len(s.token_ids) for s in samples]
+    edges = np.concatenate(([0], np.cumsum(sizes)))
+    rows = [
+        np.arange(edge + len(s.prompt_ids) - 1, edge + size - 1)
+        for s, edge, size in zip(samples, edges[:-1], sizes, strict=True)
+    ]
+    lengths = tuple(len(s.token_ids) for s in samples)
+    temperatures = [effective_temperature(s.temperature) for s in samples]
+    return PackedBatch(
+        input_ids=torch.from_numpy(
+            np.concatenate([a for s in samples for a in (s.prompt_ids, s.token_ids)]).astype(np.int64)
+        ),
+        positions=torch.from_numpy(np.concatenate([np.arange(size) for size in sizes])),
+        cu_seqlens=torch.from_numpy(edges.astype(np.int32)),
+        rows=torch.from_numpy(np.concatenate(rows)),
+        targets=torch.from_numpy(np.concatenate([s.token_ids for s in samples]).astype(np.int64)),
+        temperatures=torch.from_numpy(np.repeat(np.array(temperatures, np.float32), lengths)),
+        lengths=lengths,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOutput:
+    """What the trainer's forward says about a batch."""
+
+    logprobs: torch.Tensor
+    """float32 [N] nats, with gradient when the model trains"""
+    digests: UInt64Array | None
+    """uint64 [N]"""
+    lengths: tuple[int, ...]
+    """[B]"""
+
+    def split(self) -> tuple[torch.Tensor, ...]:
+        """Log-probs per sequence."""
+        return self.logprobs.split(list(self.lengths))
+
+    def split_digests(self) -> list[UInt64Array | None]:
+        """Row digests per sequence."""
+        if self.digests is None:
+            return [None] * len(self.lengths)
+        return list(np.split(self.digests, np.cumsum(self.lengths)[:-1]))
+
+
+class TrainingForward:
+    """The trainer's side of the shared model. Enter ``aligned()`` around forward and backward."""
+
+    def __init__(self, model: SharedModel) -> None:
+        self.model = model
+
+    @contextlib.contextmanager
+    def aligned(self) -> Iterator[None]:
+        """Row-invariant operations, as on the rollout's side."""
+        with self.model.kernels.invariant_mode():
+            yield
+
+    def __call__(self, samples: Sequence[TrainingSample], *, digests: bool = False) -> TrainingOutput:
+        """Log-probs of every generated token of a micro-batch.
+
+        Args:
+            digests: also hash the float32 logits rows (C1).
+        """
+        batch = pack(samples)
+        step = PackedStep(self.model.kernels, batch.cu_seqlens)
+        hidden = self.model.hidden_states(batch.input_ids, batch.positions, step)[batch.rows]
+        parts: list[torch.Tensor] = []
+        hashed: list[UInt64Array] = []
+        for start in range(0, len(batch.targets), HEAD_ROWS):
+            here = slice(start, start + HEAD_ROWS)
+            parts.append(self._head(hidden[here], batch.targets[here], batch.temperatures[here]))
+            if digests:
+                with torch.no_grad():
+                    hashed.append(row_digests(self.model.logits(hidden[here]), self.model.spec.vocab_size))
+        return TrainingOutput(torch.cat(parts), np.concatenate(hashed) if digests else None, batch.lengths)
+
+    def _head(self, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        def logprobs(rows: torch.Tensor) -> torch.Tensor:
+            return policy_logprobs(self.model.logits(rows), targets, temperatures, self.model.spec.vocab_size)
+
+        if not hidden.requires_grad:
+            return logprobs(hidden)
+        result: torch.Tensor = checkpoint(logprobs, hidden, use_reentrant=False)
+        return result
+
+
+def unpad(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, response_mask: torch.Tensor, temperature: float = 1.0
+) -> list[TrainingSample]:
+    """Samples of a padded batch: pads on any side are dropped, so positions count real tokens only.
+
+    Args:
+        input_ids, attention_mask: [B, S]. response_mask: [B, S], 1 where the model generated the token.
+
+    Raises:
+        InvalidRequest: a response mask that is not one run at the end of the real tokens (pack several turns as rows
+            of their own), or that marks a pad.
+    """
+    samples: list[TrainingSample] = []
+    for b in range(input_ids.size(0)):
+        real = attention_mask[b].bool()
+        ids = input_ids[b][real].numpy().astype(np.int32)
+        generated = response_mask[b][real].numpy().astype(bool)
+        length = int(generated.sum())
+        if int(response_mask[b].sum()) != length:
+            raise InvalidRequest(f"row {b}: response_mask marks a padded position", field="response_mask")
+        if not 0 < length < len(ids) or not generated[-length:].all():
+            raise InvalidRequest(
+                f"row {b}: {length} of {len(ids)} tokens are generated and must be the last ones, after a prompt",
+                field="response_mask",
+            )
+        samples.append(TrainingSample(ids[:-length], ids[-length:], temperature))
+    return samples
