@@ -1,4 +1,4 @@
-"""How a step's attention reaches the kernel set: one function in transformers' ``AttentionInterface``, two kinds of step.
+"""How a step's attention reaches the kernel set: one ``AttentionInterface`` function, two kinds of step.
 
 The rollout passes a ``PagedStep`` (KV pages, page table), the trainer a ``PackedStep`` (cu_seqlens), as the keyword
 ``attention_step`` of the model call. The same Hugging Face modules run on both sides.
@@ -40,6 +40,7 @@ class PagedStep:
     """int32 [B + 1]"""
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """Write k and v to their slots, then attend to all cached keys: [T, H, D] in q's dtype."""
         self.store.write(layer, k, v, self.slots)
         return self.kernels.attention_with_kvcache(
             q,
@@ -61,6 +62,7 @@ class PackedStep:
     """int32 [B + 1]"""
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attend within each packed sequence, differentiable: [T, H, D] in q's dtype."""
         return self.kernels.attention_varlen(
             q, k, v, cu_seqlens_q=self.cu_seqlens, cu_seqlens_k=self.cu_seqlens, softmax_scale=scale
         )

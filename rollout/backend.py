@@ -29,21 +29,25 @@ class Backend(Protocol):
         """
         ...
 
-    async def score(self, request: ScoreRequest) -> ScoreResult: ...
+    async def score(self, request: ScoreRequest) -> ScoreResult:
+        """Log-probs of given sequences by prefill, all under one weight version."""
+        ...
 
     async def update_weights(self, update: WeightUpdate, chunks: AsyncIterator[TensorChunk]) -> WeightState:
         """All replicas serve the new version when this returns, or none does and it raises."""
         ...
 
     async def abort(self, request_id: str) -> int:
-        """Abort every live sample of a request ("" = of all requests); their streams end with ABORTED. Returns how many."""
+        """Abort every live sample of a request ("" = of all); their streams end with ABORTED. Returns how many."""
         ...
 
     async def pause(self) -> WeightState:
         """No token is sampled between the return of pause and the call of resume."""
         ...
 
-    async def resume(self) -> WeightState: ...
+    async def resume(self) -> WeightState:
+        """Undo pause; returns the weights that sampling goes on with."""
+        ...
 
     async def info(self, *, tensor_digests: bool = False) -> ServerInfo:
         """Describe the service; ``tensor_digests`` also hashes every tensor being served."""

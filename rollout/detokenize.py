@@ -18,6 +18,7 @@ class TextStream:
         self._stream = DecodeStream(skip_special_tokens=False)
 
     def push(self, token_id: int) -> str:
+        """Text that the next id completes; "" while its last character is still open."""
         return self._stream.step(self._tokenizer, token_id) or ""
 
 
@@ -46,4 +47,5 @@ class Detokenizer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def stream(self) -> TextStream:
+        """A fresh decoder, for one sample."""
         return TextStream(self._tokenizer)

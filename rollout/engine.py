@@ -191,14 +191,17 @@ class Engine:
 
     @property
     def live_ids(self) -> list[str]:
+        """Ids of samples and scored sequences, running or waiting."""
         return list(self._live)
 
     @property
     def num_running(self) -> int:
+        """Sequences in the batch."""
         return len(self.scheduler.running)
 
     @property
     def num_waiting(self) -> int:
+        """Sequences queued for admission."""
         return len(self.scheduler.waiting)
 
     # ---- one step -----------------------------------------------------------------------------------------------

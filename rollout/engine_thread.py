@@ -40,6 +40,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="zerodrift-engine", daemon=True)
 
     def start(self) -> None:
+        """Begin to step; call once."""
         self._thread.start()
 
     def stop(self, timeout_s: float = 30.0) -> None:
@@ -68,6 +69,7 @@ class EngineThread:
 
     @property
     def weights(self) -> WeightState:
+        """Version and digest being served."""
         return self._weights
 
     # ---- pausing ------------------------------------------------------------------------------------------------
@@ -77,6 +79,7 @@ class EngineThread:
         return self.call(lambda: self._set_paused(True))
 
     def resume(self) -> Future[None]:
+        """Let steps start again; harmless when not paused."""
         return self.call(lambda: self._set_paused(False))
 
     def _set_paused(self, paused: bool) -> None:

@@ -1,4 +1,4 @@
-"""Pages of the KV cache: who holds which, and how many are promised. The tensors themselves belong to the kernel set."""
+"""Pages of the KV cache: who holds which, and how many are promised. The tensors belong to the kernel set."""
 
 from __future__ import annotations
 

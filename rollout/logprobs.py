@@ -1,6 +1,6 @@
 """C1: the one log-prob function, used by the sampler, by Score and by the training forward.
 
-``policy_logprob`` of token t = log_softmax(float32(logits) / float32(T)) over the model's own vocabulary, gathered at t.
+``policy_logprob`` of token t = log_softmax(float32(logits) / float32(T)) over the model's own vocabulary, taken at t.
 T divides in float32, before softmax; T = 0 (greedy) scores as T = 1.
 """
 

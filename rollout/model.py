@@ -133,6 +133,7 @@ class SharedModel:
 
     @property
     def head_dtype(self) -> torch.dtype:
+        """dtype of the lm_head's weights."""
         return next(self._head.parameters()).dtype
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -48,6 +48,7 @@ class Outbox:
         self._closed = False
 
     def put(self, events: Iterable[Event]) -> None:
+        """Append in order and wake the reader; never blocks on it."""
         with self._condition:
             self._events.extend(events)
             self._condition.notify_all()
@@ -59,7 +60,7 @@ class Outbox:
             self._condition.notify_all()
 
     def take(self, timeout_s: float, gather_s: float = 0.0) -> list[Event]:
-        """Everything put so far, merged; waits up to ``timeout_s`` for the first event, then ``gather_s`` for company."""
+        """Everything put so far, merged; waits up to ``timeout_s`` for a first event, then ``gather_s`` for more."""
         with self._condition:
             self._condition.wait_for(lambda: self._events or self._closed, timeout_s)
             closed = self._closed

@@ -101,6 +101,12 @@ class Pool(Backend):
     # ---- generate -----------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk | SampleSummary | Completion, None]:
+        """All samples on one replica; their events in order of arrival, then one ``Completion``.
+
+        Raises:
+            InvalidRequest: n, sample_index, prompt or sampling out of range.
+            ReplicaUnavailable: no replica could finish.
+        """
         samples = await self._samples(request)
         ids = [s.sample_id for s in samples]
         self._requests[request.request_id] = ids
@@ -154,6 +160,11 @@ class Pool(Backend):
         ]
 
     async def abort(self, request_id: str) -> int:
+        """End one request's samples, or everyone's for "".
+
+        Raises:
+            NotFound: no live request has this id.
+        """
         if request_id and request_id not in self._requests:
             raise NotFound(f"no live request {request_id!r}", field="request_id")
         chosen = [self._requests[request_id]] if request_id else list(self._requests.values())
@@ -162,6 +173,11 @@ class Pool(Backend):
     # ---- score --------------------------------------------------------------------------------------------------
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
+        """Score on one replica; sequences that an update overtook are scored again.
+
+        Raises:
+            InvalidRequest: nothing to score, or a sequence out of range. ReplicaUnavailable: weights kept changing.
+        """
         if not request.sequences:
             raise InvalidRequest("no sequences to score", field="sequences")
         done: dict[int, ScoreEvent] = {}
@@ -207,6 +223,11 @@ class Pool(Backend):
     # ---- weights and control ------------------------------------------------------------------------------------
 
     async def update_weights(self, update: WeightUpdate, chunks: AsyncIterator[TensorChunk]) -> WeightState:
+        """Stage, verify, quiesce and commit on every replica, one update at a time.
+
+        Raises:
+            WeightUpdateError: the update was refused, or replicas differ after it.
+        """
         async with self._update_lock:
             try:
                 await self._router.all("stage", update)
@@ -243,16 +264,23 @@ class Pool(Backend):
         return states
 
     async def pause(self) -> WeightState:
+        """Returns once every replica stands between two steps."""
         await self._router.all("pause")
         self._paused = True
         return self._weights
 
     async def resume(self) -> WeightState:
+        """Let every replica step again."""
         self._paused = False
         await self._router.all("resume")
         return self._weights
 
     async def info(self, *, tensor_digests: bool = False) -> ServerInfo:
+        """What is served, under which manifest and limits, with each replica's load.
+
+        Raises:
+            ReplicaUnavailable: the replicas are still starting.
+        """
         info = self._require_info()
         digests: dict[str, str] = await self._router.any("tensor_digests") if tensor_digests else {}
         loads: list[ReplicaLoad] = await self._router.loads()
@@ -272,12 +300,18 @@ class Pool(Backend):
         )
 
     def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of the text, nothing added.
+
+        Raises:
+            UnsupportedFeature: the model has no tokenizer.
+        """
         if self._tokenizer is None:
             raise UnsupportedFeature("the model has no tokenizer; send token ids instead of text", field="text")
         return self._tokenizer.encode(text)
 
     @property
     def manifest_digest(self) -> str:
+        """Digest that all replicas share, hex."""
         return manifest_digest(self._require_info().manifest)
 
     def _require_info(self) -> WorkerInfo:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -27,7 +28,9 @@ class Replica(Protocol):
         """A form of ``value`` that may be passed to several replicas without being copied for each."""
         ...
 
-    async def stop(self) -> None: ...
+    async def stop(self) -> None:
+        """End the worker; what it still holds is lost."""
+        ...
 
 
 class LocalReplica:
@@ -38,12 +41,15 @@ class LocalReplica:
         self._worker = worker
 
     async def call(self, method: str, *args: Any) -> Any:
+        """Await the worker's own method."""
         return await getattr(self._worker, method)(*args)
 
     async def share(self, value: Any) -> Any:
+        """The value itself: nothing is shipped."""
         return value
 
     async def stop(self) -> None:
+        """Stop the engine's thread."""
         await self._worker.shutdown()
 
 
@@ -55,6 +61,7 @@ class RayReplica:
         self._actor = actor
 
     async def call(self, method: str, *args: Any) -> Any:
+        """Call the actor; its typed errors come back as they were raised, its death as ReplicaUnavailable."""
         try:
             return await getattr(self._actor, method).remote(*args)
         except RayTaskError as error:
@@ -66,13 +73,13 @@ class RayReplica:
             raise ReplicaUnavailable(f"worker {self.name} is gone: {type(error).__name__}") from error
 
     async def share(self, value: Any) -> Any:
+        """A reference into Ray's object store."""
         return await asyncio.get_running_loop().run_in_executor(None, ray.put, value)
 
     async def stop(self) -> None:
-        try:
+        """Ask for a clean shutdown, wait 10 s at most, then kill the actor."""
+        with contextlib.suppress(RolloutError, TimeoutError):
             await asyncio.wait_for(self.call("shutdown"), 10.0)
-        except (RolloutError, TimeoutError):
-            pass
         ray.kill(self._actor)
 
 

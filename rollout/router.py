@@ -50,10 +50,12 @@ class Router:
         self._replays: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
+        """Begin to fetch every replica's events, in tasks of the running loop."""
         for slot in self._slots.values():
             slot.pump = asyncio.create_task(self._pump(slot), name=f"events of {slot.replica.name}")
 
     async def stop(self) -> None:
+        """Stop fetching, fail what is live with ReplicaUnavailable, stop the living replicas."""
         pumps = [slot.pump for slot in self._slots.values() if slot.pump is not None]
         for pump in pumps:
             pump.cancel()
@@ -64,6 +66,7 @@ class Router:
 
     @property
     def num_live(self) -> int:
+        """Samples and scored sequences not yet ended, on all replicas."""
         return sum(len(slot.live) for slot in self._slots.values())
 
     def _alive(self) -> list[_Slot]:
@@ -138,6 +141,7 @@ class Router:
         row_digests: bool,
         queue: asyncio.Queue[Any],
     ) -> None:
+        """Queue sequences to score together on the least loaded replica; ``queue`` receives their events."""
         slot = self._least_loaded()
         self._register(slot, {i: LiveSample(None, queue) for i in ids})
         await self._submit_or_forget(slot, ids, "submit_scores", ids, sequences, temperature, row_digests)

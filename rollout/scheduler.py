@@ -48,6 +48,7 @@ class Scheduler:
         self.hold_admission = False
 
     def worst_case_pages(self, sequence: Sequence) -> int:
+        """KV pages of the sequence at its ``max_len``."""
         return -(-sequence.max_len // self.limits.page_size)
 
     def add(self, sequence: Sequence) -> None:

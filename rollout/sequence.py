@@ -43,6 +43,7 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
+        """Sampled tokens so far; 0 for a scored sequence."""
         return len(self.token_ids) - self.prompt_len
 
     @property
@@ -53,6 +54,7 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
+        """Whether the prompt is done and one sampled token waits to be fed."""
         return self.request is not None and self.num_generated > 0 and self.num_uncomputed == 1
 
     def record_version(self, version: int) -> None:

@@ -7,13 +7,12 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import grpc.aio
 
 from rollout import codec
 from rollout.backend import Backend
-from rollout.codec import GenerateEvent
 from rollout.errors import DuplicateRequest
 from rollout.types import TensorChunk
 from rollout.v1 import rollout_pb2 as pb
@@ -41,7 +40,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         decoded = codec.generate_request_from_proto(request, encode=self._backend.encode)
         async with self._named(decoded.request_id) as request_id:
             events = self._backend.generate(replace(decoded, request_id=request_id))
-            async with aclosing(cast("AsyncGenerator[GenerateEvent, None]", events)):
+            async with aclosing(events):
                 async for event in events:
                     yield codec.generate_event_to_proto(event)
 

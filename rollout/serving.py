@@ -55,8 +55,8 @@ def ray_cluster(settings: Settings) -> Iterator[None]:
         have = ray.cluster_resources().get("CPU", 0.0)
         if have < needed:
             raise ConfigError(
-                f"{settings.worker.count} replicas of {settings.worker.num_cpus} CPUs need {needed}, the Ray cluster has "
-                f"{have}; lower worker.count or worker.num_cpus, or set ray.num_cpus",
+                f"{settings.worker.count} replicas of {settings.worker.num_cpus} CPUs need {needed}, the Ray cluster "
+                f"has {have}; lower worker.count or worker.num_cpus, or set ray.num_cpus",
                 field="worker.count",
             )
         yield

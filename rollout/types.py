@@ -80,16 +80,19 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """Whether the likeliest token is taken, by temperature 0."""
         return self.temperature == 0.0
 
     @property
     def filtered(self) -> bool:
+        """Whether some tokens may be ruled out, so that ``behavior_logprob`` can differ from ``policy_logprob``."""
         return bool(
             self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or self.barred_token_ids or self.bar_undefined_tokens
         )
 
     @property
     def logprob_mode(self) -> LogprobMode:
+        """What the log-probs of such samples mean."""
         return LogprobMode.GREEDY_T1 if self.greedy else LogprobMode.TEMPERED
 
 
@@ -214,6 +217,8 @@ class ScoreSequence:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
+    """One client request: log-probs of given sequences."""
+
     request_id: str
     sequences: tuple[ScoreSequence, ...]
     temperature: float = 1.0
@@ -232,6 +237,8 @@ class SequenceScore:
 
 @dataclass(frozen=True, slots=True)
 class ScoreResult:
+    """Answer to a ``ScoreRequest``, all of it under one weight version."""
+
     request_id: str
     scores: tuple[SequenceScore, ...]
     temperature: float

@@ -41,7 +41,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor as they go over the wire; no copy when it is contiguous on the host."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def digest_of(name: str, tensor: torch.Tensor) -> bytes:
@@ -74,7 +74,7 @@ class WeightStage:
             )
         self.update = update
         self._model = model
-        self._wanted = {name: p for name, p in model.parameters()}
+        self._wanted = dict(model.parameters())
         self._incoming: dict[str, _Incoming] = {}
         self._checked: dict[str, torch.Tensor] | None = None
 
@@ -104,7 +104,7 @@ class WeightStage:
     def _open(self, chunk: TensorChunk) -> _Incoming:
         parameter = self._wanted.get(chunk.name)
         if parameter is None and chunk.name == HEAD_NAME and self._model.spec.tied:
-            parameter = self._model.hf.get_input_embeddings().weight
+            parameter = self._model.hf.get_input_embeddings().get_parameter("weight")
         if parameter is None:
             known = ", ".join(list(self._wanted)[:3])
             raise WeightUpdateError(

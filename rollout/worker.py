@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -88,6 +87,7 @@ class Worker:
         self._thread.start()
 
     async def info(self) -> WorkerInfo:
+        """What this replica is and which weights it serves."""
         spec = self._engine.model.spec
         return WorkerInfo(
             self._engine.name,
@@ -99,6 +99,7 @@ class Worker:
         )
 
     async def load(self) -> ReplicaLoad:
+        """Queue lengths and free pages, without waiting for a step to end."""
         engine = self._engine
         return ReplicaLoad(
             name=engine.name,
@@ -113,8 +114,7 @@ class Worker:
     async def tensor_digests(self) -> dict[str, str]:
         """Parameter name -> digest, hex; computed between steps."""
         model = self._engine.model
-        digests: dict[str, str] = await self._do(lambda: {n: digest_of(n, p).hex() for n, p in model.parameters()})
-        return digests
+        return await self._do(lambda: {n: digest_of(n, p).hex() for n, p in model.parameters()})
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -174,33 +174,40 @@ class Worker:
     # ---- control ------------------------------------------------------------------------------------------------
 
     async def pause(self) -> None:
+        """Returns once no step will start before ``resume``."""
         await asyncio.wrap_future(self._thread.pause())
 
     async def resume(self) -> None:
+        """Let steps start again."""
         await asyncio.wrap_future(self._thread.resume())
 
     async def stage(self, update: WeightUpdate) -> None:
+        """Phase 1: open a stage; WeightUpdateError unless the version is newer."""
         self._thread.stage(update)
 
     async def stage_chunks(self, chunks: list[TensorChunk]) -> None:
+        """Fill the stage beside the running engine; WeightUpdateError for a chunk that does not fit the model."""
         await asyncio.get_running_loop().run_in_executor(None, self._thread.stage_chunks, chunks)
 
     async def verify_stage(self) -> None:
+        """Phase 2: WeightUpdateError unless the stage is whole and equal to the sender's."""
         await asyncio.get_running_loop().run_in_executor(None, self._thread.verify_stage)
 
     async def quiesce(self, policy: UpdatePolicy) -> None:
+        """Phase 3: returns once requests in flight are dealt with and no step will start before ``release``."""
         await asyncio.wrap_future(self._thread.quiesce(policy))
 
     async def commit(self) -> WeightState:
+        """Phase 4: serve the staged weights; running samples' KV is rebuilt."""
         return await asyncio.wrap_future(self._thread.commit())
 
     async def release(self) -> None:
+        """End of an update, committed or not: drop the stage and go on."""
         await asyncio.wrap_future(self._thread.release())
 
     async def shutdown(self) -> None:
         """Stop the engine's thread."""
         await asyncio.get_running_loop().run_in_executor(None, self._thread.stop)
 
-    async def _do(self, command: Any) -> Any:
-        future: Future[Any] = self._thread.call(command)
-        return await asyncio.wrap_future(future)
+    async def _do(self, command: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._thread.call(command))

@@ -36,7 +36,7 @@ def demo(
     config: Config = None,
     steps: Annotated[int, typer.Option(min=1, help="Weight versions to sample under.")] = 3,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts a step.")] = 8,
-    group: Annotated[int, typer.Option(min=2, help="Samples of each prompt.")] = 8,
+    group: Annotated[int, typer.Option(min=2, help="Samples of each prompt.")] = 6,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a sample.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the run.")] = 0,
     full: Annotated[bool, typer.Option("--full", help="Also compare row digests: whole distributions.")] = False,

@@ -61,4 +61,5 @@ class TokenDigest:
 
     @property
     def hex(self) -> str:
+        """The digest of everything folded in so far; more may follow."""
         return self._state.hexdigest()

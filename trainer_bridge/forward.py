@@ -103,7 +103,8 @@ class TrainingOutput:
 
     def split(self) -> tuple[torch.Tensor, ...]:
         """Log-probs per sequence."""
-        return self.logprobs.split(list(self.lengths))
+        parts: tuple[torch.Tensor, ...] = self.logprobs.split(list(self.lengths))
+        return parts
 
     def split_digests(self) -> list[UInt64Array | None]:
         """Row digests per sequence."""

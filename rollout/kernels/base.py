@@ -128,7 +128,7 @@ class KernelSet(ABC):
         softmax_scale: float,
         causal: bool = True,
     ) -> torch.Tensor:
-        """FA3 ``flash_attn_varlen_func``: q [T, H, D]; k, v [S, H_kv, D]; differentiable. Bits equal the paged call's."""
+        """FA3 ``flash_attn_varlen_func``: q [T, H, D]; k, v [S, H_kv, D]; differentiable. Bits as the paged call's."""
 
     @abstractmethod
     def invariant_mode(self) -> contextlib.AbstractContextManager[None]:

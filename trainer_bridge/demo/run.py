@@ -36,7 +36,7 @@ class DemoOptions:
     steps: int = 3
     prompts: int = 8
     """prompts a step"""
-    group: int = 8
+    group: int = 6
     """samples of each prompt"""
     max_tokens: int = 64
     seed: int = 0

@@ -1,7 +1,7 @@
 """Gated-activation functions with one formula for every element.
 
 torch's CPU kernels use one exponential in the vector body and another in the scalar tail, so an element's bits depend
-on where in the buffer it lies. Here every element takes the same float32 steps (``numerics.exp_f32``), then rounds once.
+on where in the buffer it lies. Here every element takes the same float32 steps (``numerics.exp_f32``) and rounds once.
 """
 
 from __future__ import annotations

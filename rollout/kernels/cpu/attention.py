@@ -122,10 +122,7 @@ def _block_row(
     if not new_top > top:
         new_top = top
     if new_top > top:
-        if top == _NEG_INF:
-            shrink = _ZERO
-        else:
-            shrink = exp_f32(top - new_top)
+        shrink = _ZERO if top == _NEG_INF else exp_f32(top - new_top)
         for t in range(LANES):
             sums[t] = sums[t] * shrink
         for d in range(acc.size):
@@ -151,6 +148,48 @@ def _finish_row(
     lse[head, row] = top + np.float32(np.log(total)) if seen else _NEG_INF
     for d in range(acc.size):
         out[row, head, d] = acc[d] / total if seen else _ZERO
+
+
+@numba.njit(inline="always")
+def _attend_task(
+    query: np.ndarray,
+    key_pages: np.ndarray,
+    value_pages: np.ndarray,
+    pages: np.ndarray,
+    first_row: int,
+    rows: int,
+    kv_head: int,
+    kv_len: int,
+    before: int,
+    scale: np.float32,
+    causal: bool,
+    keys: np.ndarray,
+    values: np.ndarray,
+    scores: np.ndarray,
+    lanes: np.ndarray,
+    tops: np.ndarray,
+    sums: np.ndarray,
+    acc: np.ndarray,
+) -> None:
+    """Fold the sequence's KV blocks, in order, into the running state of ``rows`` rows times one KV head's queries.
+
+    ``pages`` lists the sequence's pages; ``before`` counts its keys before the task's first row.
+    """
+    page = keys.shape[1]
+    group = tops.shape[1]
+    last_visible = before + rows if causal else kv_len
+    for block in range(max(0, (last_visible + page - 1) // page)):
+        _widen(key_pages[pages[block], kv_head], keys)
+        _widen(value_pages[pages[block], kv_head], values)
+        for r in range(rows):
+            visible = before + r + 1 if causal else kv_len
+            width = min(page, visible - block * page)
+            if width > 0:
+                for g in range(group):
+                    tops[r, g] = _block_row(
+                        query[first_row + r, kv_head * group + g], keys, values, width, scale,
+                        scores, lanes, tops[r, g], sums[r, g], acc[r, g],
+                    )  # fmt: skip
 
 
 @numba.njit(cache=True, nogil=True)
@@ -198,26 +237,17 @@ def paged_attention(
         q_len = cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]
         kv_len = cache_seqlens[seq]
         rows = min(tile, q_len - first)
+        first_row = cu_seqlens_q[seq] + first
         tops[:] = _NEG_INF
         sums[:] = _ZERO
         acc[:] = _ZERO
-        last_visible = kv_len - q_len + first + rows if causal else kv_len
-        for block in range(max(0, (last_visible + page - 1) // page)):
-            _widen(key_pages[page_table[seq, block], kv_head], keys)
-            _widen(value_pages[page_table[seq, block], kv_head], values)
-            for r in range(rows):
-                visible = kv_len - q_len + first + r + 1 if causal else kv_len
-                width = min(page, visible - block * page)
-                if width > 0:
-                    for g in range(group):
-                        tops[r, g] = _block_row(
-                            query[cu_seqlens_q[seq] + first + r, kv_head * group + g], keys, values, width, scale,
-                            scores, lanes, tops[r, g], sums[r, g], acc[r, g],
-                        )  # fmt: skip
+        _attend_task(
+            query, key_pages, value_pages, page_table[seq], first_row, rows, kv_head, kv_len, kv_len - q_len + first,
+            scale, causal, keys, values, scores, lanes, tops, sums, acc,
+        )  # fmt: skip
         for r in range(rows):
-            row = cu_seqlens_q[seq] + first + r
             for g in range(group):
-                _finish_row(tops[r, g], sums[r, g], acc[r, g], kv_head * group + g, row, out, lse)
+                _finish_row(tops[r, g], sums[r, g], acc[r, g], kv_head * group + g, first_row + r, out, lse)
 
 
 @numba.njit(cache=True, nogil=True)

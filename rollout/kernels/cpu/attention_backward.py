@@ -1,14 +1,136 @@
-"""Backward of causal attention in plain torch operations, one sequence and one query tile at a time.
+"""Backward of causal attention on CPU, compiled, one (sequence, KV head) at a time.
 
-The usual FlashAttention-2 recomputation (Dao 2023, algorithm 2): P from the saved log-sum-exp, then dV, dS, dQ, dK in
-float32. Deterministic run to run; the contract asks equal bits of the forward only.
+The usual FlashAttention-2 recomputation (Dao 2023, algorithm 2) in float32: P from the saved log-sum-exp, then dV, dP,
+dS, dQ and dK. Rows are taken in order, so gradients are the same from run to run; the contract asks equal bits of the
+forward only.
 """
 
 from __future__ import annotations
 
+import numba
+import numpy as np
 import torch
 
-_TILE = 256
+from rollout.kernels.cpu.numerics import exp_f32
+from rollout.kernels.cpu.parallel import run_split
+
+_ZERO = np.float32(0.0)
+_NEG_INF = np.float32(-np.inf)
+_WORTH_A_THREAD = 4096
+
+
+@numba.njit(inline="always")
+def _dots(vector: np.ndarray, columns: np.ndarray, count: int, out: np.ndarray) -> None:
+    """out[j] = sum_d vector[d] * columns[d, j] for j < count."""
+    for j in range(count):
+        out[j] = _ZERO
+    for d in range(vector.size):
+        v = vector[d]
+        for j in range(count):
+            out[j] = out[j] + v * columns[d, j]
+
+
+@numba.njit
+def _weighted_rows(weights: np.ndarray, rows: np.ndarray, count: int, out: np.ndarray) -> None:
+    """out += sum_j weights[j] * rows[j] for j < count."""
+    for j in range(count):
+        w = weights[j]
+        for d in range(out.size):
+            out[d] = out[d] + w * rows[j, d]
+
+
+@numba.njit
+def _outer(weights: np.ndarray, vector: np.ndarray, count: int, out: np.ndarray) -> None:
+    """out[j] += weights[j] * vector for j < count."""
+    for j in range(count):
+        w = weights[j]
+        for d in range(vector.size):
+            out[j, d] = out[j, d] + w * vector[d]
+
+
+@numba.njit(inline="always")
+def _row_backward(
+    query: np.ndarray,
+    grad: np.ndarray,
+    out: np.ndarray,
+    lse: np.float32,
+    keys_t: np.ndarray,
+    values_t: np.ndarray,
+    keys: np.ndarray,
+    count: int,
+    scale: np.float32,
+    probs: np.ndarray,
+    dscores: np.ndarray,
+    dq: np.ndarray,
+    dk: np.ndarray,
+    dv: np.ndarray,
+) -> None:
+    """One query row against its first ``count`` keys; adds to dk, dv [S, D] and writes dq [D]."""
+    _dots(query, keys_t, count, probs)
+    _dots(grad, values_t, count, dscores)
+    delta = _ZERO
+    for d in range(grad.size):
+        delta += grad[d] * out[d]
+    for j in range(count):
+        probs[j] = exp_f32(probs[j] * scale - lse)
+        dscores[j] = probs[j] * (dscores[j] - delta) * scale
+    dq[:] = _ZERO
+    _weighted_rows(dscores, keys, count, dq)
+    _outer(dscores, query, count, dk)
+    _outer(probs, grad, count, dv)
+
+
+@numba.njit(cache=True, nogil=True)
+def _backward_jobs(
+    first_job: int,
+    last_job: int,
+    grad: np.ndarray,
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    cu_q: np.ndarray,
+    cu_k: np.ndarray,
+    scale: np.float32,
+    causal: bool,
+    dq: np.ndarray,
+    dk: np.ndarray,
+    dv: np.ndarray,
+) -> None:
+    """Jobs are sequence * H_kv + KV head; all arrays float32, grad, query, out [T, H, D], key, value [S, H_kv, D]."""
+    kv_heads, dim = key.shape[1], key.shape[2]
+    group = query.shape[1] // kv_heads
+    for job in range(first_job, last_job):
+        seq, kv_head = job // kv_heads, job % kv_heads
+        q_len, k_len = cu_q[seq + 1] - cu_q[seq], cu_k[seq + 1] - cu_k[seq]
+        keys, values = np.empty((k_len, dim), np.float32), np.empty((k_len, dim), np.float32)
+        for j in range(k_len):
+            keys[j] = key[cu_k[seq] + j, kv_head]
+            values[j] = value[cu_k[seq] + j, kv_head]
+        keys_t, values_t = keys.T.copy(), values.T.copy()
+        dkeys, dvalues = np.zeros((k_len, dim), np.float32), np.zeros((k_len, dim), np.float32)
+        probs, dscores = np.empty(k_len, np.float32), np.empty(k_len, np.float32)
+        for i in range(q_len):
+            count = min(k_len, k_len - q_len + i + 1) if causal else k_len
+            row = cu_q[seq] + i
+            for g in range(group):
+                head = kv_head * group + g
+                if count <= 0 or lse[head, row] == _NEG_INF:
+                    dq[row, head] = _ZERO
+                    continue
+                _row_backward(
+                    query[row, head], grad[row, head], out[row, head], lse[head, row], keys_t, values_t, keys, count,
+                    scale, probs, dscores, dq[row, head], dkeys, dvalues,
+                )  # fmt: skip
+        for j in range(k_len):
+            dk[cu_k[seq] + j, kv_head] = dkeys[j]
+            dv[cu_k[seq] + j, kv_head] = dvalues[j]
+
+
+def _float(x: torch.Tensor) -> np.ndarray:
+    array: np.ndarray = x.detach().float().contiguous().numpy()
+    return array
 
 
 def attention_backward(
@@ -24,58 +146,18 @@ def attention_backward(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q [T, H, D] and k, v [S, H_kv, D]; lse float32 [H, T] as saved by the forward."""
-    dq = torch.zeros_like(q)
-    dk = torch.zeros_like(k)
-    dv = torch.zeros_like(v)
-    q_edges, k_edges = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for b in range(len(q_edges) - 1):
-        rows, keys = slice(q_edges[b], q_edges[b + 1]), slice(k_edges[b], k_edges[b + 1])
-        if rows.start == rows.stop or keys.start == keys.stop:
-            continue
-        dq[rows], dk[keys], dv[keys] = _one_sequence(
-            grad[rows], q[rows], k[keys], v[keys], out[rows], lse[:, rows], scale, causal
-        )  # fmt: skip
-    return dq, dk, dv
+    """Gradients of q [T, H, D] and k, v [S, H_kv, D], each in its tensor's dtype; lse float32 [H, T] of the forward."""
+    dq, dk, dv = (np.empty(x.shape, np.float32) for x in (q, k, v))
+    cu_q, cu_k = cu_seqlens_q.numpy(), cu_seqlens_k.numpy()
+    arrays = _float(grad), _float(q), _float(k), _float(v), _float(out), lse.numpy(), cu_q, cu_k
 
+    def part(first: int, last: int) -> None:
+        _backward_jobs(first, last, *arrays, np.float32(scale), causal, dq, dk, dv)
 
-def _one_sequence(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q_len, heads, dim = q.shape
-    k_len, kv_heads, _ = k.shape
-    group = heads // kv_heads
-    by_head = (kv_heads, group, q_len, dim)
-    queries = q.float().transpose(0, 1).reshape(by_head)
-    grads = grad.float().transpose(0, 1).reshape(by_head)
-    delta = (grads * out.float().transpose(0, 1).reshape(by_head)).sum(-1)
-    keys = k.float().transpose(0, 1)[:, None]
-    values = v.float().transpose(0, 1)[:, None]
-    lse = lse.reshape(kv_heads, group, q_len)
-    dq = torch.zeros(by_head)
-    dk = torch.zeros(kv_heads, k_len, dim)
-    dv = torch.zeros(kv_heads, k_len, dim)
-    positions = torch.arange(k_len)
-    for start in range(0, q_len, _TILE):
-        tile = slice(start, min(start + _TILE, q_len))
-        scores = queries[:, :, tile] @ keys.transpose(-1, -2) * scale
-        last = torch.arange(tile.start, tile.stop) + (k_len - q_len)
-        seen = positions[None] <= last[:, None] if causal else torch.ones(len(last), k_len, dtype=torch.bool)
-        probs = torch.where(seen, scores - lse[:, :, tile, None], -torch.inf).exp()
-        dprobs = grads[:, :, tile] @ values.transpose(-1, -2)
-        dscores = probs * (dprobs - delta[:, :, tile, None]) * scale
-        dq[:, :, tile] = dscores @ keys
-        dk += (dscores.transpose(-1, -2) @ queries[:, :, tile]).sum(1)
-        dv += (probs.transpose(-1, -2) @ grads[:, :, tile]).sum(1)
+    costs = np.repeat(np.diff(cu_q).astype(np.int64) * np.diff(cu_k), k.size(1))
+    run_split(part, costs, worth=_WORTH_A_THREAD)
     return (
-        dq.reshape(heads, q_len, dim).transpose(0, 1).to(q.dtype),
-        dk.transpose(0, 1).to(k.dtype),
-        dv.transpose(0, 1).to(v.dtype),
+        torch.from_numpy(dq).to(q.dtype),
+        torch.from_numpy(dk).to(k.dtype),
+        torch.from_numpy(dv).to(v.dtype),
     )

@@ -43,12 +43,14 @@ class OperatorOverrides:
         self._library: torch.library.Library | None = None
 
     def enter(self) -> None:
+        """Count one more user; the first installs."""
         with self._lock:
             if self._depth == 0:
                 self._library = self._install()
             self._depth += 1
 
     def leave(self) -> None:
+        """Count one user less; the last restores torch's own kernels."""
         with self._lock:
             self._depth -= 1
             if self._depth == 0 and self._library is not None:
@@ -57,6 +59,7 @@ class OperatorOverrides:
 
     @property
     def active(self) -> bool:
+        """Whether anyone in the process holds the installation."""
         return self._depth > 0
 
     @staticmethod

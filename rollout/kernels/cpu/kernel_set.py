@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,7 +31,7 @@ def _array(x: torch.Tensor) -> np.ndarray:
 
 
 class CpuKVStore(KVStore):
-    """K as [layer, page, H_kv, D, token], V as [layer, page, H_kv, token, D]: both stream in the kernel's inner loops."""
+    """K as [layer, page, H_kv, D, token], V as [layer, page, H_kv, token, D]: the order inner loops read them in."""
 
     def __init__(self, layout: KVLayout) -> None:
         self.layout = layout
@@ -42,6 +42,7 @@ class CpuKVStore(KVStore):
         self._value_arrays = [_array(v) for v in self.values]
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        """One compiled loop over rows; K is transposed on the way in."""
         write_pages(
             _array(key), _array(value), slots.numpy(), self._key_arrays[layer], self._value_arrays[layer]
         )  # fmt: skip
@@ -51,6 +52,7 @@ class CpuKVStore(KVStore):
         return self._key_arrays[layer], self._value_arrays[layer]
 
     def poison(self) -> None:
+        """NaN in every slot of K and V."""
         self.keys.fill_(float("nan"))
         self.values.fill_(float("nan"))
 
@@ -155,6 +157,11 @@ class CpuKernelSet(KernelSet):
         self.page_size = page_size
 
     def allocate_kv(self, layout: KVLayout) -> CpuKVStore:
+        """Zeroed pages on the host.
+
+        Raises:
+            UnsupportedFeature: a dtype the set does not hold. ConfigError: pages of another size than the set's.
+        """
         if layout.dtype not in self.capabilities.dtypes:
             raise UnsupportedFeature(f"kernel set cpu holds KV in bfloat16 or float32, not {layout.dtype}")
         if layout.page_size != self.page_size:
@@ -175,11 +182,22 @@ class CpuKernelSet(KernelSet):
         softmax_scale: float,
         causal: bool = True,
     ) -> torch.Tensor:
+        """Decode and prefill rows in one call; never split over keys.
+
+        Raises:
+            InvalidRequest: heads or head dim that do not fit the store, or rows that do not fit cu_seqlens_q.
+        """
         assert isinstance(store, CpuKVStore)
         _check_shapes(q, store.layout.num_kv_heads, store.layout.head_dim, cu_seqlens_q)
         out, _ = _attend(
-            q, store.arrays(layer), page_table.numpy(), cache_seqlens.numpy(), cu_seqlens_q.numpy(), softmax_scale, causal
-        )  # fmt: skip
+            q,
+            store.arrays(layer),
+            page_table.numpy(),
+            cache_seqlens.numpy(),
+            cu_seqlens_q.numpy(),
+            softmax_scale,
+            causal,
+        )
         return out
 
     def attention_varlen(
@@ -193,17 +211,21 @@ class CpuKernelSet(KernelSet):
         softmax_scale: float,
         causal: bool = True,
     ) -> torch.Tensor:
+        """K and V go into pages of their own and through the paged kernel; the backward pass recomputes from lse.
+
+        Raises:
+            InvalidRequest: shapes that do not fit each other or the cu_seqlens.
+        """
         _check_shapes(q, k.size(1), k.size(2), cu_seqlens_q)
         if int(cu_seqlens_k[-1]) != k.size(0) or k.shape != v.shape:
             raise InvalidRequest(
                 f"k {tuple(k.shape)}, v {tuple(v.shape)} do not match cu_seqlens_k end {int(cu_seqlens_k[-1])}"
             )
-        result: torch.Tensor = _VarlenAttention.apply(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, self.page_size
-        )  # fmt: skip
-        return result
+        apply: Callable[..., torch.Tensor] = _VarlenAttention.apply
+        return apply(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, self.page_size)
 
     def invariant_mode(self) -> contextlib.AbstractContextManager[None]:
+        """Process-wide, reentrant, safe across threads; see ``invariant``."""
         return invariant.invariant_mode()
 
     def providers(self) -> Mapping[str, str]:

@@ -8,6 +8,7 @@ splits them; which thread computes a job cannot change its bits.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -34,7 +35,7 @@ def run_split(job_range: Callable[[int, int], None], costs: npt.NDArray[np.int64
         return
     goals = total * np.arange(1, shares) // shares
     edges = [0, *np.searchsorted(np.cumsum(costs), goals, side="left").tolist(), len(costs)]
-    futures: list[Future[None]] = [_pool().submit(job_range, a, b) for a, b in zip(edges[1:-1], edges[2:], strict=True)]
+    futures: list[Future[None]] = [_pool().submit(job_range, a, b) for a, b in itertools.pairwise(edges[1:])]
     job_range(edges[0], edges[1])
     for future in futures:
         future.result()
