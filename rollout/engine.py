@@ -70,6 +70,7 @@ class Engine:
         tokenizer: Detokenizer | None = None,
         weight_version: int = 0,
         name: str = "engine",
+        fused: bool = True,
     ) -> None:
         if limits.max_running > limits.max_batch_tokens:
             raise InvalidRequest(
@@ -92,6 +93,7 @@ class Engine:
         self.store = model.kernels.allocate_kv(
             KVLayout(spec.num_layers, num_pages, limits.page_size, spec.num_kv_heads, spec.head_dim, spec.dtype)
         )
+        self._decoder = model.kernels.decoder(model.hf, spec.context_length) if fused else None
         self._tokenizer = tokenizer
         self._sampler = TokenSampler(spec.vocab_size)
         self._live: dict[str, Sequence] = {}
@@ -184,6 +186,13 @@ class Engine:
         sequence.finish = FinishDetail(FinishReason.ABORTED, message=message)
         return SampleEvent(sample_id, summary=self._retire(sequence))
 
+    def weights_changed(self, version: int) -> None:
+        """The model's parameters were replaced in place; what is sampled from here on is of ``version``."""
+        self.weight_version = version
+        if self._decoder is not None:
+            self._decoder.refresh()
+        self.restart_kv()
+
     def restart_kv(self) -> None:
         """Forget every running sequence's KV: it is rebuilt before its next token (weights changed)."""
         for sequence in self.scheduler.running:
@@ -215,10 +224,7 @@ class Engine:
         for rows in scheduled:
             self.scheduler.ensure_pages(rows.sequence, rows.sequence.num_computed + rows.count)
         batch = build_batch(scheduled, self.scheduler.limits.page_size)
-        step = PagedStep(
-            self.model.kernels, self.store, batch.slots, batch.page_table, batch.cache_seqlens, batch.cu_seqlens_q
-        )
-        hidden = self.model.hidden_states(batch.input_ids, batch.positions, step)
+        hidden = self._hidden_states(batch)
         events: list[Event] = []
         if len(batch.output_rows):
             self._emit(batch, hidden[batch.output_rows], events)
@@ -230,8 +236,15 @@ class Engine:
                     events.append(self._finish_score(sequence))
         return events
 
+    def _hidden_states(self, batch: StepBatch) -> torch.Tensor:
+        tables = batch.page_table, batch.cache_seqlens, batch.cu_seqlens_q
+        if self._decoder is not None:
+            return self._decoder.hidden_states(batch.input_ids, batch.positions, batch.slots, self.store, *tables)
+        step = PagedStep(self.model.kernels, self.store, batch.slots, *tables)
+        return self.model.hidden_states(batch.input_ids, batch.positions, step)
+
     def _emit(self, batch: StepBatch, hidden: torch.Tensor, events: list[Event]) -> None:
-        logits = self.model.logits(hidden)
+        logits = self.model.logits(hidden) if self._decoder is None else self._decoder.logits(hidden)
         digests = row_digests(logits, self.model.spec.vocab_size) if batch.wants_digests else None
         sampled = self._sampler.run(logits, batch.outputs)
         for i, (output, token) in enumerate(zip(batch.outputs, sampled, strict=True)):

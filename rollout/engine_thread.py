@@ -143,8 +143,7 @@ class EngineThread:
         if not self._quiesced:
             raise WeightUpdateError("commit before the engine was quiesced")
         self._weights = self._current_stage().commit()
-        self.engine.weight_version = self._weights.version
-        self.engine.restart_kv()
+        self.engine.weights_changed(self._weights.version)
         return self._weights
 
     def _release(self) -> None:

@@ -6,7 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -79,6 +79,31 @@ class KVStore(ABC):
         """Fill everything with NaN: what is read without having been written then shows."""
 
 
+class Decoder(Protocol):
+    """A kernel set's own forward of a rollout step: the bits of the modules in invariant mode, fewer operations."""
+
+    def hidden_states(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        store: KVStore,
+        page_table: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+    ) -> torch.Tensor:
+        """Final hidden states of packed rows: int64 [T] each -> [T, hidden]. Call in invariant mode, without grad."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """lm_head in the model's dtype: [N, hidden] -> [N, >= vocab]."""
+        ...
+
+    def refresh(self) -> None:
+        """Take the parameters' present values, after they changed in place."""
+        ...
+
+
 class KernelSet(ABC):
     """One provider of every operation whose order of arithmetic matters."""
 
@@ -129,6 +154,10 @@ class KernelSet(ABC):
         causal: bool = True,
     ) -> torch.Tensor:
         """FA3 ``flash_attn_varlen_func``: q [T, H, D]; k, v [S, H_kv, D]; differentiable. Bits as the paged call's."""
+
+    def decoder(self, hf: Any, context_length: int) -> Decoder | None:
+        """An accelerated forward of this Hugging Face model for the rollout's side, or None to run its modules."""
+        return None
 
     @abstractmethod
     def invariant_mode(self) -> contextlib.AbstractContextManager[None]:

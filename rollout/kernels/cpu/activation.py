@@ -1,55 +1,62 @@
-"""Gated-activation functions with one formula for every element.
+"""Element-wise functions with one formula for every element.
 
-torch's CPU kernels use one exponential in the vector body and another in the scalar tail, so an element's bits depend
-on where in the buffer it lies. Here every element takes the same float32 steps (``numerics.exp_f32``) and rounds once.
+torch's CPU kernels use one implementation in the vector body and another in the scalar tail, so an element's bits may
+depend on where in the buffer it lies. Here every element takes the same steps and rounds once.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
 
 import numba
 import numpy as np
 import torch
 
+from rollout.kernels.cpu.arrays import array_of
+from rollout.kernels.cpu.elements import load, store
 from rollout.kernels.cpu.numerics import exp_f32
 from rollout.kernels.cpu.parallel import run_split
 
 _CHUNK = 16384
 _ONE = np.float32(1.0)
-_QUIET_NAN = np.uint16(0x7FC0)
 
 
-@numba.njit(inline="always")
-def _round_bfloat16(value: np.float32) -> np.uint16:
-    """Nearest even; NaN stays NaN (the carry of rounding could otherwise wrap its payload)."""
-    bits = np.float32(value).view(np.uint32)
-    rounded = np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
-    return rounded if value == value else _QUIET_NAN
-
-
-@numba.njit(cache=True, nogil=True)
-def _silu_f32(x: np.ndarray, out: np.ndarray, numerator_is_x: bool) -> None:
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _silu(x: np.ndarray, out: np.ndarray) -> None:
     for i in range(x.size):
-        v = x[i]
-        out[i] = (v if numerator_is_x else _ONE) / (_ONE + exp_f32(-v))
+        v = load(x[i])
+        out[i] = store(v / (_ONE + exp_f32(-v)), x[i])
 
 
-@numba.njit(cache=True, nogil=True)
-def _silu_bf16(x: np.ndarray, out: np.ndarray, numerator_is_x: bool) -> None:
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _sigmoid(x: np.ndarray, out: np.ndarray) -> None:
     for i in range(x.size):
-        v = np.uint32(np.uint32(x[i]) << np.uint32(16)).view(np.float32)
-        out[i] = _round_bfloat16((v if numerator_is_x else _ONE) / (_ONE + exp_f32(-v)))
+        out[i] = store(_ONE / (_ONE + exp_f32(-load(x[i]))), x[i])
 
 
-def _apply(x: torch.Tensor, numerator_is_x: bool) -> torch.Tensor:
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _cos(x: np.ndarray, out: np.ndarray) -> None:
+    for i in range(x.size):
+        out[i] = store(np.float32(math.cos(np.float64(load(x[i])))), x[i])
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _sin(x: np.ndarray, out: np.ndarray) -> None:
+    for i in range(x.size):
+        out[i] = store(np.float32(math.sin(np.float64(load(x[i])))), x[i])
+
+
+def _apply(kernel: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
-    kernel, bits = (_silu_bf16, torch.uint16) if x.dtype == torch.bfloat16 else (_silu_f32, torch.float32)
-    source, target = x.view(-1).view(bits).numpy(), out.view(-1).view(bits).numpy()
+    source, target = array_of(x.view(-1)), array_of(out.view(-1))
     chunks = max(1, x.numel() // _CHUNK)
 
     def part(first: int, last: int) -> None:
         span = slice(first * _CHUNK, last * _CHUNK if last < chunks else x.numel())
-        kernel(source[span], target[span], numerator_is_x)
+        kernel(source[span], target[span])
 
     run_split(part, np.full(chunks, _CHUNK, np.int64), worth=4 * _CHUNK)
     return out
@@ -57,9 +64,19 @@ def _apply(x: torch.Tensor, numerator_is_x: bool) -> torch.Tensor:
 
 def silu(x: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(x), any shape, float32 or bfloat16, rounded once to x's dtype."""
-    return _apply(x, True)
+    return _apply(_silu, x)
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """1 / (1 + e**-x), any shape, float32 or bfloat16, rounded once to x's dtype."""
-    return _apply(x, False)
+    return _apply(_sigmoid, x)
+
+
+def cos(x: torch.Tensor) -> torch.Tensor:
+    """Cosine by the C library's scalar function in float64, rounded once: rotary tables and calls agree."""
+    return _apply(_cos, x)
+
+
+def sin(x: torch.Tensor) -> torch.Tensor:
+    """Sine, likewise."""
+    return _apply(_sin, x)

@@ -43,7 +43,7 @@ def _widen_by_dtype(source: Any, target: Any) -> Any:
     return from_bfloat16 if source.dtype == numba.types.uint16 else from_float32
 
 
-@numba.njit(inline="always")
+@numba.njit(inline="always", error_model="numpy")
 def _scores(query: np.ndarray, keys: np.ndarray, scores: np.ndarray, width: int, scale: np.float32) -> None:
     """scores[j] = scale * sum_d query[d] * keys[d, j], d in order; -inf from ``width`` on."""
     dim, block = keys.shape
@@ -69,7 +69,7 @@ def _scores(query: np.ndarray, keys: np.ndarray, scores: np.ndarray, width: int,
         scores[j] = _NEG_INF
 
 
-@numba.njit(inline="always")
+@numba.njit(inline="always", error_model="numpy")
 def _block_max(scores: np.ndarray, lanes: np.ndarray) -> np.float32:
     lanes[:] = _NEG_INF
     for j in range(0, scores.size, LANES):
@@ -82,7 +82,7 @@ def _block_max(scores: np.ndarray, lanes: np.ndarray) -> np.float32:
     return top
 
 
-@numba.njit(inline="always")
+@numba.njit(inline="always", error_model="numpy")
 def _accumulate(values: np.ndarray, probs: np.ndarray, width: int, acc: np.ndarray) -> None:
     """acc[d] += sum_j probs[j] * values[j, d] for j < width, j in order. Rows from ``width`` on are not read."""
     dim = acc.size
@@ -103,7 +103,7 @@ def _accumulate(values: np.ndarray, probs: np.ndarray, width: int, acc: np.ndarr
             acc[d] = acc[d] + p0 * values[j, d]
 
 
-@numba.njit(inline="always")
+@numba.njit(inline="always", error_model="numpy")
 def _block_row(
     query: np.ndarray,
     keys: np.ndarray,
@@ -136,7 +136,7 @@ def _block_row(
     return new_top
 
 
-@numba.njit(inline="always")
+@numba.njit(inline="always", error_model="numpy")
 def _finish_row(
     top: np.float32, sums: np.ndarray, acc: np.ndarray, head: int, row: int, out: np.ndarray, lse: np.ndarray
 ) -> None:
@@ -150,7 +150,7 @@ def _finish_row(
         out[row, head, d] = acc[d] / total if seen else _ZERO
 
 
-@numba.njit(inline="always")
+@numba.njit(inline="always", error_model="numpy")
 def _attend_task(
     query: np.ndarray,
     key_pages: np.ndarray,
@@ -192,7 +192,7 @@ def _attend_task(
                     )  # fmt: skip
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def paged_attention(
     query: np.ndarray,
     key_pages: np.ndarray,
@@ -250,7 +250,7 @@ def paged_attention(
                 _finish_row(tops[r, g], sums[r, g], acc[r, g], kv_head * group + g, first_row + r, out, lse)
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def write_pages(
     key: np.ndarray, value: np.ndarray, slots: np.ndarray, key_pages: np.ndarray, value_pages: np.ndarray
 ) -> None:

@@ -19,7 +19,7 @@ _NEG_INF = np.float32(-np.inf)
 _WORTH_A_THREAD = 4096
 
 
-@numba.njit(inline="always")
+@numba.njit(inline="always", error_model="numpy")
 def _dots(vector: np.ndarray, columns: np.ndarray, count: int, out: np.ndarray) -> None:
     """out[j] = sum_d vector[d] * columns[d, j] for j < count."""
     for j in range(count):
@@ -48,7 +48,7 @@ def _outer(weights: np.ndarray, vector: np.ndarray, count: int, out: np.ndarray)
             out[j, d] = out[j, d] + w * vector[d]
 
 
-@numba.njit(inline="always")
+@numba.njit(inline="always", error_model="numpy")
 def _row_backward(
     query: np.ndarray,
     grad: np.ndarray,
@@ -80,7 +80,7 @@ def _row_backward(
     _outer(probs, grad, count, dv)
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _backward_jobs(
     first_job: int,
     last_job: int,

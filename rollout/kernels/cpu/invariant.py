@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from rollout.kernels.cpu import activation
+from rollout.kernels.cpu.fused import mean_rows
 
 ROW_TILE = 16
 """Products run on a multiple of this many rows: MKL and oneDNN pick other kernels, and other orders, for fewer rows."""
@@ -148,6 +149,28 @@ def _reduction(original: Any) -> Callable[..., torch.Tensor]:
     return reduce
 
 
+def _mean(original: Any) -> Callable[..., torch.Tensor]:
+    guarded = _reduction(original)
+
+    def mean(
+        keys: Any,
+        x: torch.Tensor,
+        dim: Sequence[int] | None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        last = dim is not None and len(dim) == 1 and dim[0] in (-1, x.dim() - 1)
+        if not last or x.dtype != torch.float32 or dtype not in (None, torch.float32) or x.numel() == 0:
+            return guarded(keys, x, dim, keepdim, dtype=dtype)
+        # RMSNorm's mean: the order that the rollout's fused norm uses, for any number of rows.
+        out = torch.empty(x.shape[:-1])
+        mean_rows(x.contiguous().view(-1, x.size(-1)).numpy(), out.view(-1).numpy())
+        return out.unsqueeze(-1) if keepdim else out
+
+    return mean
+
+
 _REPLACEMENTS: dict[str, Callable[[Any], Callable[..., torch.Tensor]]] = {
     "mm": _mm,
     "addmm": _addmm,
@@ -156,7 +179,9 @@ _REPLACEMENTS: dict[str, Callable[[Any], Callable[..., torch.Tensor]]] = {
     "sigmoid": _elementwise(activation.sigmoid),
     "rsqrt": _rsqrt,
     "sum.dim_IntList": _reduction,
-    "mean.dim": _reduction,
+    "mean.dim": _mean,
+    "cos": _elementwise(activation.cos),
+    "sin": _elementwise(activation.sin),
 }
 
 

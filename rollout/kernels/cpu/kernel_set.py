@@ -8,70 +8,18 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from rollout.errors import ConfigError, InvalidRequest, UnsupportedFeature
-from rollout.kernels.base import Capabilities, KernelSet, KVLayout, KVStore
+from rollout.kernels.base import Capabilities, Decoder, KernelSet, KVLayout, KVStore
 from rollout.kernels.cpu import invariant
-from rollout.kernels.cpu.attention import paged_attention, write_pages
+from rollout.kernels.cpu.attention import paged_attention
 from rollout.kernels.cpu.attention_backward import attention_backward
+from rollout.kernels.cpu.decoder import ARCHITECTURES as FUSED_ARCHITECTURES
+from rollout.kernels.cpu.decoder import FusedDecoder
 from rollout.kernels.cpu.parallel import run_split
-
-QUERY_TILE = 32
-"""Query rows a task handles; rows are independent, so it changes speed only."""
-_WORTH_A_THREAD = 8192
-"""Query rows times keys from which handing half of them to a second thread pays."""
-
-
-def _array(x: torch.Tensor) -> np.ndarray:
-    """Numpy view of a contiguous tensor; bfloat16 as its uint16 bits."""
-    x = x.detach().contiguous()
-    return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
-
-
-class CpuKVStore(KVStore):
-    """K as [layer, page, H_kv, D, token], V as [layer, page, H_kv, token, D]: the order inner loops read them in."""
-
-    def __init__(self, layout: KVLayout) -> None:
-        self.layout = layout
-        head = (layout.num_layers, layout.num_pages, layout.num_kv_heads)
-        self.keys = torch.zeros(*head, layout.head_dim, layout.page_size, dtype=layout.dtype)
-        self.values = torch.zeros(*head, layout.page_size, layout.head_dim, dtype=layout.dtype)
-        self._key_arrays = [_array(k) for k in self.keys]
-        self._value_arrays = [_array(v) for v in self.values]
-
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-        """One compiled loop over rows; K is transposed on the way in."""
-        write_pages(
-            _array(key), _array(value), slots.numpy(), self._key_arrays[layer], self._value_arrays[layer]
-        )  # fmt: skip
-
-    def arrays(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """K and V pages of a layer as numpy views."""
-        return self._key_arrays[layer], self._value_arrays[layer]
-
-    def poison(self) -> None:
-        """NaN in every slot of K and V."""
-        self.keys.fill_(float("nan"))
-        self.values.fill_(float("nan"))
-
-
-def _tasks(cu_seqlens_q: np.ndarray) -> np.ndarray:
-    """(sequence, first row) of every query tile, int32 [n, 2]; long tiles first would not change a bit, nor do we."""
-    lengths = np.diff(cu_seqlens_q)
-    tiles = (lengths + QUERY_TILE - 1) // QUERY_TILE
-    sequence = np.repeat(np.arange(len(lengths), dtype=np.int32), tiles)
-    within = np.arange(len(sequence), dtype=np.int32) - np.repeat(np.cumsum(tiles) - tiles, tiles).astype(np.int32)
-    return np.stack((sequence, within * QUERY_TILE), axis=1).astype(np.int32)
-
-
-def _costs(
-    tasks: np.ndarray, cache_seqlens: np.ndarray, cu_seqlens_q: np.ndarray, kv_heads: int
-) -> npt.NDArray[np.int64]:
-    """Query rows times keys of every job (task, KV head), to share jobs out evenly."""
-    rows = np.minimum(np.diff(cu_seqlens_q)[tasks[:, 0]] - tasks[:, 1], QUERY_TILE).astype(np.int64)
-    return np.repeat(rows * cache_seqlens[tasks[:, 0]], kv_heads)
+from rollout.kernels.cpu.plan import QUERY_TILE, WORTH_A_THREAD, plan_attention
+from rollout.kernels.cpu.store import CpuKVStore
 
 
 def _attend(
@@ -87,14 +35,14 @@ def _attend(
     query = q.detach().to(torch.float32).contiguous()
     out = torch.empty_like(query)
     lse = torch.empty(q.size(1), q.size(0))
-    tasks = _tasks(cu_seqlens_q)
-    arrays = query.numpy(), *pages, page_table, cache_seqlens, cu_seqlens_q, tasks
+    plan = plan_attention(page_table, cache_seqlens, cu_seqlens_q, pages[0].shape[1])
+    inputs = query.numpy(), *pages, *plan.arrays
     results = out.numpy(), lse.numpy()
 
     def part(first: int, last: int) -> None:
-        paged_attention(*arrays, QUERY_TILE, first, last, np.float32(scale), causal, *results)
+        paged_attention(*inputs, QUERY_TILE, first, last, np.float32(scale), causal, *results)
 
-    run_split(part, _costs(tasks, cache_seqlens, cu_seqlens_q, pages[0].shape[1]), worth=_WORTH_A_THREAD)
+    run_split(part, plan.costs, worth=WORTH_A_THREAD)
     return out.to(q.dtype), lse
 
 
@@ -224,6 +172,11 @@ class CpuKernelSet(KernelSet):
         apply: Callable[..., torch.Tensor] = _VarlenAttention.apply
         return apply(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, self.page_size)
 
+    def decoder(self, hf: Any, context_length: int) -> Decoder | None:
+        """A ``FusedDecoder`` for the architectures it knows."""
+        known = (hf.config.architectures or [""])[0] in FUSED_ARCHITECTURES
+        return FusedDecoder(hf, context_length) if known else None
+
     def invariant_mode(self) -> contextlib.AbstractContextManager[None]:
         """Process-wide, reentrant, safe across threads; see ``invariant``."""
         return invariant.invariant_mode()
@@ -234,8 +187,8 @@ class CpuKernelSet(KernelSet):
             "attention": f"zerodrift.cpu.paged_attention(block={self.page_size}, lanes=16, num_splits=1)",
             "linear": f"aten.mm(rows padded to {invariant.ROW_TILE})",
             "silu": "zerodrift.cpu.silu",
-            "norm": "transformers eager, aten.mean(one-row guard)",
-            "rope": "transformers eager",
+            "norm": "transformers eager, mean in 16 lanes",
+            "rope": "transformers eager, float64 cos and sin",
             "log_softmax": "aten._log_softmax",
             "sampler": "zerodrift.cpu.sampler",
         }

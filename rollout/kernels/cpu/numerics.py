@@ -25,7 +25,7 @@ _ONE = np.float32(1.0)
 _ZERO = np.float32(0.0)
 
 
-@numba.njit(inline="always")
+@numba.njit(inline="always", error_model="numpy")
 def exp_f32(x: np.float32) -> np.float32:
     """e**x for finite or -inf x <= 88: Cephes ``expf`` (argument reduction by ln 2, degree-5 polynomial), under 2 ulp.
 

@@ -29,7 +29,7 @@ def threshold_table() -> npt.NDArray[np.uint32]:
     return np.clip(least, 0.0, HASH_MAX).astype(np.uint32)
 
 
-@numba.njit(inline="always")
+@numba.njit(inline="always", error_model="numpy")
 def _column_hash(state: np.uint32, column: np.uint32) -> np.uint32:
     k = np.uint32(column * np.uint32(0xCC9E2D51))
     k = np.uint32((k << np.uint32(15)) | (k >> np.uint32(17)))
@@ -41,14 +41,14 @@ def _column_hash(state: np.uint32, column: np.uint32) -> np.uint32:
     return np.uint32(h ^ (h >> np.uint32(16)))
 
 
-@numba.njit(inline="always")
+@numba.njit(inline="always", error_model="numpy")
 def _gumbel(hashed: np.uint32) -> float:
     x = np.float64(hashed) / HASH_MAX
     log_x = math.log(x) if x > 0.0 else -np.inf
     return -math.log(-min(max(log_x, LOG_FLOOR), LOG_CEILING))
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=True, nogil=True, error_model="numpy")
 def _draw_row(logprobs: np.ndarray, state: np.uint32, table: np.ndarray, hashes: np.ndarray) -> int:
     """Winner among finite log-probs; -1 when there is none or when a NaN is met."""
     best = -1

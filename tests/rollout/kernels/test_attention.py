@@ -88,9 +88,20 @@ def test_order_of_arithmetic_is_the_stated_one(page: int, length: int) -> None:
     for head in range(4):
         expected = by_the_book(q[0, head].numpy(), k[:, head // 2].numpy(), v[:, head // 2].numpy(), page, 0.3)
         assert out[0, head].numpy().tobytes() == expected.tobytes()
-    if length > page:
-        other = by_the_book(q[0, 0].numpy(), k[:, 0].numpy(), v[:, 0].numpy(), 2 * page, 0.3)
-        assert out[0, 0].numpy().tobytes() != other.tobytes(), "the block size does not show; the test sees nothing"
+
+
+def test_another_order_of_arithmetic_shows() -> None:
+    """Negative control: other blocks, or keys in reverse, are as right and not the same bits."""
+    q, k, v = rows(3, 1, 4, 18), rows(4, 64, 4, 18), rows(5, 64, 4, 18)
+    out = paged(cpu_kernels(16), [q], [k], [v], scale=0.3)
+    for head in range(4):
+        args = q[0, head].numpy(), k[:, head].numpy(), v[:, head].numpy()
+        assert out[0, head].numpy().tobytes() == by_the_book(*args, 16, 0.3).tobytes()
+        reverse = by_the_book(args[0], args[1][::-1], args[2][::-1], 16, 0.3)
+        assert np.allclose(reverse, out[0, head], atol=1e-6)
+        assert out[0, head].numpy().tobytes() != reverse.tobytes()
+    blocks = [by_the_book(q[0, h].numpy(), k[:, h].numpy(), v[:, h].numpy(), 32, 0.3) for h in range(4)]
+    assert not np.array_equal(np.stack(blocks), out[0].numpy())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -166,10 +166,11 @@ def split_in_two(kernels: CpuKernelSet, qkv: Inputs, length: int) -> torch.Tenso
     return (left * share + right * (1 - share)).to(q.dtype)
 
 
-def test_an_attention_that_splits_keys_has_other_bits(kernels: CpuKernelSet, qkv: Inputs) -> None:
-    full = varlen(kernels, *([x] for x in qkv))
+def test_an_attention_that_splits_keys_has_other_bits(kernels: CpuKernelSet) -> None:
+    """In float32: one rounding to bfloat16 hides most of it from a single layer, not from a model."""
+    q, k, v = (rows(seed, LENGTH, h, DIM) for seed, h in enumerate((HEADS, KV_HEADS, KV_HEADS)))
     lengths = range(2, LENGTH, 5)
-    split = torch.cat([split_in_two(kernels, qkv, n) for n in lengths])
-    whole = full[[n - 1 for n in lengths]]
-    assert torch.allclose(split.float(), whole.float(), atol=2e-2)
+    split = torch.cat([split_in_two(kernels, (q, k, v), n) for n in lengths])
+    whole = varlen(kernels, [q], [k], [v])[[n - 1 for n in lengths]]
+    assert torch.allclose(split, whole, atol=1e-5)
     assert not torch.equal(split, whole)
