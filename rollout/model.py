@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from rollout.attention import AttentionStep, register_interface
 from rollout.errors import InvalidRequest, NotFound, UnsupportedFeature
@@ -141,6 +143,18 @@ class SharedModel:
         return self.hf.named_parameters()
 
 
+@contextlib.contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """No progress bar of transformers: it would tear the output of whoever loads."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
 def load_model(
     path: str | Path,
     *,
@@ -167,7 +181,8 @@ def load_model(
     longest = int(config.max_position_embeddings)
     if context_length is not None and not 2 <= context_length <= longest:
         raise InvalidRequest(f"context_length {context_length} is outside [2, {longest}]", field="model.context_length")
-    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=register_interface())
+    with _quiet_loading():
+        hf = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=register_interface())
     hf.eval()
     hf.requires_grad_(trainable)
     spec = ModelSpec(

@@ -11,8 +11,10 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+import numpy as np
 
 from rollout.backend import Backend
 from rollout.config import Settings
@@ -50,8 +52,27 @@ from rollout.types import (
 from rollout.worker import WorkerInfo
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 _BUCKET_BYTES = 32 * 1024 * 1024
 _MAX_SCORE_ATTEMPTS = 4
+
+
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work`` to its end even when the caller is cancelled; the cancellation is raised after it."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            if task.cancelled():
+                raise
+            cancelled = error
+        except Exception:
+            break
+    if cancelled is not None:
+        raise cancelled
+    return task.result()
 
 
 class Pool(Backend):
@@ -214,7 +235,7 @@ class Pool(Backend):
         return ScoreResult(
             request_id=request.request_id,
             scores=tuple(scores),
-            temperature=request.temperature,
+            temperature=float(np.float32(request.temperature)),
             mode=LogprobMode.GREEDY_T1 if request.temperature == 0 else LogprobMode.TEMPERED,
             weight_version=version,
             manifest_digest=self.manifest_digest,
@@ -234,11 +255,10 @@ class Pool(Backend):
                 await self._stage_all(chunks)
                 await self._router.all("verify_stage")
                 await self._router.all("quiesce", update.policy)
-                states = await self._commit_all()
+                # From here on a sender that leaves changes nothing: half a commit would mix versions.
+                return await to_the_end(self._commit_all())
             finally:
-                await self._router.all_that_can("release")
-            self._weights = states[0]
-            return self._weights
+                await to_the_end(self._router.all_that_can("release"))
 
     async def _stage_all(self, chunks: AsyncIterator[TensorChunk]) -> None:
         bucket: list[TensorChunk] = []
@@ -252,7 +272,7 @@ class Pool(Backend):
         if bucket:
             await self._router.all_shared("stage_chunks", bucket)
 
-    async def _commit_all(self) -> list[WeightState]:
+    async def _commit_all(self) -> WeightState:
         """Every check has passed and every replica stands still; one that fails now is fenced, so nothing is mixed."""
         outcomes = await self._router.all_outcomes("commit")
         states = [o for o in outcomes.values() if isinstance(o, WeightState)]
@@ -261,7 +281,8 @@ class Pool(Backend):
         for name, outcome in outcomes.items():
             if isinstance(outcome, Exception):
                 self._router.fence(name, ReplicaUnavailable(f"worker {name} failed to commit: {outcome}"))
-        return states
+        self._weights = states[0]
+        return self._weights
 
     async def pause(self) -> WeightState:
         """Returns once every replica stands between two steps."""

@@ -48,7 +48,7 @@ def ray_cluster(settings: Settings) -> Iterator[None]:
         address=address,
         namespace=settings.ray.namespace,
         log_to_driver=False,
-        logging_level=logging.WARNING,
+        logging_level=logging.ERROR,
         **local,
     )
     try:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import transformers
 
 from rollout.config import Settings
 from rollout.detokenize import Detokenizer
@@ -67,7 +66,6 @@ class Worker:
     """Hosts one engine. Methods may run concurrently; the engine itself is touched by its own thread alone."""
 
     def __init__(self, settings: Settings, path: str, name: str) -> None:
-        transformers.utils.logging.disable_progress_bar()
         torch.set_num_threads(settings.engine.threads)
         folder = Path(path)
         model = load_served_model(settings, folder)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import pytest
+
 from rollout.errors import InvalidRequest, RolloutError, UnsupportedFeature
 from rollout.types import SamplingParams, ScoreSequence
 from tests.services import PROMPT, assert_idle, bits, check_pages, engine_threads, sampling, soon, tiny_service
@@ -87,7 +89,7 @@ async def test_the_same_calls_without_the_fault_are_served(tiny_qwen3_path: Path
         generate((3,) * 255, max_tokens=1),
         generate(n=16, max_tokens=1),
         generate(max_tokens=253),
-        generate(max_tokens=2, top_p=1e-9, temperature=1e-6),
+        generate(max_tokens=2, top_p=1e-9, temperature=1e-5),
         generate(max_tokens=2, barred_token_ids=tuple(range(63))),
         generate(max_tokens=2, stop_token_ids=(63,)),
         score((3, 63), (3,) * 256),
@@ -95,3 +97,13 @@ async def test_the_same_calls_without_the_fault_are_served(tiny_qwen3_path: Path
     async with tiny_service(tiny_qwen3_path, kv_cache_tokens=256) as (_, client):
         for call in fine:
             await soon(call(client))
+
+
+async def test_the_lowest_temperature_that_the_message_allows(tiny_qwen3_path: Path) -> None:
+    """And its echo, which is the float32 beside it, may be sent again (D2)."""
+    async with tiny_service(tiny_qwen3_path) as (_, client):
+        with pytest.raises(InvalidRequest, match=r"\[1e-6, "):
+            await client.generate(PROMPT, sampling(temperature=0.9e-6))
+        first = await client.generate(PROMPT, sampling(temperature=1e-6))
+        again = await client.generate(PROMPT, first.sampling)
+    assert bits(again) == bits(first)

@@ -34,9 +34,11 @@ class StepRecord:
 
     @property
     def tokens_per_s(self) -> float:
+        """Sampled tokens per second of rollout."""
         return self.aligned.tokens / self.rollout_s
 
     def to_json(self) -> dict[str, Any]:
+        """Every figure of the step."""
         figures = {
             name: getattr(self, name)
             for name in (
@@ -65,9 +67,11 @@ class RunRecord:
 
     @property
     def exact(self) -> bool:
+        """Nothing differs."""
         return not self.findings and all(s.aligned.bitwise_equal for s in self.steps)
 
     def to_json(self) -> dict[str, Any]:
+        """Every figure of the run."""
         plain = asdict(self)
         plain["steps"] = [s.to_json() for s in self.steps]
         plain["exact"] = self.exact

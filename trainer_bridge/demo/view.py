@@ -23,6 +23,7 @@ class View:
         self._plain = not console.is_terminal
 
     def starting(self, settings: Settings) -> None:
+        """What is about to start."""
         replicas = settings.worker.count
         self._console.print(
             Text(f"starting Ray and {replicas} replica{'s' if replicas > 1 else ''} of {settings.model.path} "
