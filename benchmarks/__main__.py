@@ -1,4 +1,4 @@
-"""``make bench``: zerodrift against Hugging Face generate, in turn on the same weights and prompts; one table, one JSON."""
+"""``make bench``: zerodrift against Hugging Face generate, in turn on the same weights and prompts."""
 
 from __future__ import annotations
 

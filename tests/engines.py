@@ -62,11 +62,12 @@ def build_engine(
     tokenizer: Detokenizer | None = None,
     shuffle: int | None = None,
     version: int = 0,
+    fused: bool = True,
 ) -> Engine:
     """An engine whose KV starts as NaN, so that a read of anything unwritten shows."""
     page = model.kernels.page_size
     limits = SchedulerLimits(batch_tokens, min(running, batch_tokens), waiting, chunk, page)
-    engine = Engine(model, limits, kv_cache_tokens=kv_tokens, tokenizer=tokenizer, weight_version=version)
+    engine = Engine(model, limits, kv_cache_tokens=kv_tokens, tokenizer=tokenizer, weight_version=version, fused=fused)
     engine.store.poison()
     if shuffle is not None:
         engine.pages.shuffle(random.Random(shuffle))
@@ -157,7 +158,11 @@ class Record:
 
 
 def drain(
-    engine: Engine, record: Record | None = None, *, between: Callable[[int], None] | None = None, steps: int = MAX_STEPS
+    engine: Engine,
+    record: Record | None = None,
+    *,
+    between: Callable[[int], None] | None = None,
+    steps: int = MAX_STEPS,
 ) -> Record:
     """Step until nothing is live, or ``steps`` were taken; page accounting is checked after every step.
 

@@ -76,7 +76,7 @@ def sampling(seed: int | None = 7, max_tokens: int | None = 40, **fields: Any) -
 class Bits(NamedTuple):
     """A sample, by bytes."""
 
-    index: int
+    sample: int
     ids: tuple[int, ...]
     policy: bytes
     behavior: bytes
@@ -134,7 +134,9 @@ def engine_bits(settings: Settings, requests: Sequence[GenerateRequest]) -> list
     owner: dict[str, int] = {}
     for number, request in enumerate(requests):
         for index in range(request.sample_index, request.sample_index + request.n):
-            sample = SampleRequest(f"{number}/{index}", request.prompt_ids, request.sampling, index, request.row_digests)
+            sample = SampleRequest(
+                f"{number}/{index}", request.prompt_ids, request.sampling, index, request.row_digests
+            )
             engine.add(engine.effective_request(sample))
             owner[sample.sample_id] = number
     chunks: list[list[TokenChunk]] = [[] for _ in requests]
@@ -149,7 +151,13 @@ def engine_bits(settings: Settings, requests: Sequence[GenerateRequest]) -> list
 
 def mixed_requests(count: int, *, row_digests: bool = True) -> list[GenerateRequest]:
     """Prompts across page and chunk edges, parameters of every kind, one to three samples each."""
-    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.7, "top_k": 5}, {"temperature": 0.0}, {"top_p": 0.6}, {"min_p": 0.2}]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 0.0},
+        {"top_p": 0.6},
+        {"min_p": 0.2},
+    ]
     lengths = (1, 15, 16, 17, 24, 25, 49)
     return [
         GenerateRequest(

@@ -185,14 +185,14 @@ async def test_d3_a_neighbour_with_other_parameters_changes_nothing(tiny_qwen3_p
         alone = bits(await client.generate(PROMPT, sampling(), row_digests=True))
         for count in range(1, len(neighbours) + 1):
             calls = [client.generate(PROMPT, sampling(**fields)) for fields in neighbours[:count]]
-            mine, *theirs = await soon(
-                asyncio.gather(client.generate(PROMPT, sampling(), row_digests=True), *calls)
-            )
+            mine, *theirs = await soon(asyncio.gather(client.generate(PROMPT, sampling(), row_digests=True), *calls))
             assert bits(mine) == alone
             assert all(bits(other)[0].ids != alone[0].ids for other in theirs), "control: the parameters matter"
 
 
-@pytest.mark.parametrize(("prompt", "max_tokens", "limit"), [(3, 10, "max_tokens"), (500, 40, "context"), (500, None, "context")])
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "limit"), [(3, 10, "max_tokens"), (500, 40, "context"), (500, None, "context")]
+)
 async def test_k4_a_cut_sample_says_what_cut_it(
     tiny_qwen3_path: Path, prompt: int, max_tokens: int | None, limit: str
 ) -> None:

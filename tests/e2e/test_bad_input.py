@@ -44,7 +44,7 @@ BAD: list[tuple[str, Call, type[RolloutError], str, str]] = [
     ("stop strings without a tokenizer", generate(stop=("x",)), InvalidRequest, "sampling.stop", "tokenizer"),
     ("undefined tokens without a tokenizer", generate(bar_undefined_tokens=True), InvalidRequest,
      "sampling.bar_undefined_tokens", "tokenizer"),
-    ("a stop id beyond the vocabulary", generate(stop_token_ids=(64,)), InvalidRequest, "sampling.stop_token_ids", "64"),
+    ("a stop id too large", generate(stop_token_ids=(64,)), InvalidRequest, "sampling.stop_token_ids", "64"),
     ("every id barred", generate(barred_token_ids=tuple(range(64))), InvalidRequest, "sampling.barred_token_ids", ""),
     ("a score of nothing", score(), InvalidRequest, "sequences", ""),
     ("a score of one id", score((3,)), InvalidRequest, "sequences[0]", ""),

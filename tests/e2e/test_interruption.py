@@ -1,4 +1,4 @@
-"""Pause, abort, cancel and deadline over gRPC: what was sampled stays valid, every page comes back, others never notice."""
+"""Pause, abort, cancel and deadline over gRPC: what was sampled is valid, pages come back, others never notice."""
 
 from __future__ import annotations
 
@@ -127,12 +127,15 @@ async def test_a_client_that_leaves(tiny_qwen3_path: Path, way: str, state: str)
         undisturbed = bits(await client.generate(PROMPT, sampling(max_tokens=60)))
         impatient = AsyncRolloutClient(service.address, timeout_s=0.5 if way == "deadline" else 60)
         async with impatient, StepGate(thread, 2 if state == "prefill" else 6) as gate:
+            await client.pause()
             beside = await queued(thread, client.generate(PROMPT, sampling(max_tokens=60)))
             aborted = CallSignal(thread.engine, "abort")
             victim = await queued(
                 thread, impatient.generate(LONG_PROMPT if state == "prefill" else PROMPT, sampling(max_tokens=300))
             )
+            await client.resume()
             await gate.reached()
+            assert thread.engine.num_waiting == (state == "waiting")
             leave = asyncio.ensure_future(_leave(victim, way))
             gate.open()
             await soon(leave)

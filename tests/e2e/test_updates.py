@@ -45,7 +45,11 @@ async def probe(client: AsyncRolloutClient) -> list[object]:
     scored = await soon(asyncio.gather(*(client.score([ScoreSequence(PROBE)]) for _ in range(4))))
     answers = {repr((bits(g), s.scores[0].logprobs.tobytes())) for g, s in zip(generated, scored, strict=True)}
     assert len(answers) == 1, "replicas differ"
-    return [*answers, {span.version for g in generated for s in g.samples for span in s.spans}, scored[0].weight_version]
+    return [
+        *answers,
+        {span.version for g in generated for s in g.samples for span in s.spans},
+        scored[0].weight_version,
+    ]
 
 
 def assert_spans_rescore(base: Path, sample: SampledSequence, prompt: tuple[int, ...]) -> None:
@@ -117,7 +121,9 @@ async def test_recompute_goes_on_under_the_new_weights(tiny_qwen3_path: Path, pr
             async with StepGate(thread, steps) as gate:
                 await gate.reached()
                 tensors = tensors_of(version_path(tiny_qwen3_path, version))
-                update = await queued(thread, client.update_weights(tensors, version=version, policy=UpdatePolicy.RECOMPUTE))
+                update = await queued(
+                    thread, client.update_weights(tensors, version=version, policy=UpdatePolicy.RECOMPUTE)
+                )
                 gate.open()
                 await soon(update)
             steps = 12
@@ -174,7 +180,14 @@ def broken(kind: str, tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str
     raise AssertionError(kind)
 
 
-KINDS = ("a tensor is missing", "an unknown tensor comes too", "NaN", "another dtype", "another shape", "another tied head")
+KINDS = (
+    "a tensor is missing",
+    "an unknown tensor comes too",
+    "NaN",
+    "another dtype",
+    "another shape",
+    "another tied head",
+)
 
 
 async def test_failed_updates_leave_the_old_version_serving(tiny_qwen3_path: Path) -> None:

@@ -54,9 +54,7 @@ def rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
     frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * frequency
     first, second = x[..., :half], x[..., half:]
-    return torch.cat(
-        (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), dim=-1
-    )
+    return torch.cat((first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), dim=-1)
 
 
 class DenseOracle:
@@ -96,7 +94,9 @@ class DenseOracle:
 
     def _mlp(self, layer: str, x: torch.Tensor) -> torch.Tensor:
         gate = self._linear(f"{layer}.mlp.gate_proj", x)
-        return self._linear(f"{layer}.mlp.down_proj", gate / (1 + torch.exp(-gate)) * self._linear(f"{layer}.mlp.up_proj", x))
+        return self._linear(
+            f"{layer}.mlp.down_proj", gate / (1 + torch.exp(-gate)) * self._linear(f"{layer}.mlp.up_proj", x)
+        )
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:

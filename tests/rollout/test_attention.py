@@ -38,7 +38,9 @@ def call(step: Recording | None, **changes: Any) -> tuple[torch.Tensor, None]:
         "attention_step": step,
     }
     arguments |= changes
-    return interface_attention(module, *(arguments.pop(n) for n in ("query", "key", "value", "attention_mask")), **arguments)
+    return interface_attention(
+        module, *(arguments.pop(n) for n in ("query", "key", "value", "attention_mask")), **arguments
+    )
 
 
 def test_shapes_and_scale_are_passed_on() -> None:

@@ -13,7 +13,15 @@ import torch
 from rollout.engine import Engine, Event, FailureEvent
 from rollout.engine_thread import EngineThread
 from rollout.errors import ParityError, ReplicaUnavailable, WeightUpdateError
-from rollout.types import FinishReason, SampleEvent, SampleSummary, ScoreSequence, UpdatePolicy, WeightState, WeightUpdate
+from rollout.types import (
+    FinishReason,
+    SampleEvent,
+    SampleSummary,
+    ScoreSequence,
+    UpdatePolicy,
+    WeightState,
+    WeightUpdate,
+)
 from rollout.weights import model_digest
 from tests.engines import Generated, Record, build_engine, fresh_model, isolated, sample
 from tests.rollout.updates import chunks_of, digest_over

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,43 @@ from transformers import PretrainedConfig
 from rollout.errors import InvalidRequest, NotFound, UnsupportedFeature
 from rollout.kernels.registry import resolve_kernels
 from rollout.model import check_supported, config_digest_source, load_model, required_features
-from tests.engines import fresh_model, isolated, sample, shared_model
+from tests.engines import fresh_model, isolated, sample, shared_model, torch_threads
 
-SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
+
+
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
 # What names the refusal: feature, architecture, config class and its fields.
 REFUSED: list[tuple[str, str, str, dict[str, Any]]] = [
     ("sliding_window", "MistralForCausalLM", "MistralConfig", {"sliding_window": 8}),
     ("sliding_window", "Qwen2ForCausalLM", "Qwen2Config", {"use_sliding_window": True, "sliding_window": 8}),
     ("sliding_window", "Qwen3ForCausalLM", "Qwen3Config", {"layer_types": ["full_attention", "sliding_attention"]}),
-    ("softcap", "Gemma2ForCausalLM", "Gemma2Config", {"attn_logit_softcapping": 50.0, "layer_types": ["full_attention"] * 2}),
+    (
+        "softcap",
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {"attn_logit_softcapping": 50.0, "layer_types": ["full_attention"] * 2},
+    ),
     ("moe", "MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 4}),
     ("moe", "Qwen3MoeForCausalLM", "Qwen3MoeConfig", {"num_experts": 4}),
     ("mla", "DeepseekV3ForCausalLM", "DeepseekV3Config", {"kv_lora_rank": 16, "num_experts": None}),
     ("linear_attention", "Qwen3NextForCausalLM", "Qwen3NextConfig", {}),
-    ("attention_sinks", "GptOssForCausalLM", "GptOssConfig", {"layer_types": ["full_attention"] * 2, "num_local_experts": 0}),
+    (
+        "attention_sinks",
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {"layer_types": ["full_attention"] * 2, "num_local_experts": 0},
+    ),
     ("alibi", "LlamaForCausalLM", "LlamaConfig", {"alibi": True}),
     ("fp8", "LlamaForCausalLM", "LlamaConfig", {"quantization_config": {"quant_method": "fp8"}}),
     ("fp8", "LlamaForCausalLM", "LlamaConfig", {"quantization_config": {"quant_method": "awq", "bits": 4}}),
@@ -139,7 +163,14 @@ def with_generation_config(source: Path, target: Path, **fields: Any) -> Path:
 
 @pytest.mark.parametrize("top_k", [0, -1])
 def test_no_sampling_default_is_read_from_it(tiny_qwen3_path: Path, tmp_path: Path, top_k: int) -> None:
-    loud = {"do_sample": True, "top_k": 3, "top_p": 0.5, "temperature": 0.1, "repetition_penalty": 1.1, "eos_token_id": 1}
+    loud = {
+        "do_sample": True,
+        "top_k": 3,
+        "top_p": 0.5,
+        "temperature": 0.1,
+        "repetition_penalty": 1.1,
+        "eos_token_id": 1,
+    }
     models = [
         fresh_model(with_generation_config(tiny_qwen3_path, tmp_path / "loud", **loud), torch.float32),
         fresh_model(with_generation_config(tiny_qwen3_path, tmp_path / "silent"), torch.float32),
@@ -163,4 +194,7 @@ def test_digest_source_holds_no_path(tiny_qwen3_path: Path) -> None:
 
 
 def test_load_model_takes_a_string(tiny_qwen3_path: Path) -> None:
-    assert load_model(str(tiny_qwen3_path), dtype=torch.float32, kernels=resolve_kernels()).spec.name == tiny_qwen3_path.name
+    assert (
+        load_model(str(tiny_qwen3_path), dtype=torch.float32, kernels=resolve_kernels()).spec.name
+        == tiny_qwen3_path.name
+    )

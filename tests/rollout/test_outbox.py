@@ -62,7 +62,11 @@ def test_neighbouring_chunks_are_joined() -> None:
 
 def test_weight_versions_are_kept_apart() -> None:
     merged = merge_chunks([chunk(0, 1), chunk(1, 1), chunk(2, 2), chunk(3, 1)])
-    assert [(c.token_ids.tolist(), c.weight_version, c.offset) for c in merged] == [([0, 1], 1, 0), ([2], 2, 2), ([3], 1, 3)]
+    assert [(c.token_ids.tolist(), c.weight_version, c.offset) for c in merged] == [
+        ([0, 1], 1, 0),
+        ([2], 2, 2),
+        ([3], 1, 3),
+    ]
 
 
 def test_tokens_come_before_a_failure() -> None:

@@ -1,9 +1,10 @@
-"""The pool over replicas in this process: one answer for any number of replicas, updates on all or none, conservation."""
+"""The pool over replicas in this process: one answer for any number of them, updates on all or none, conservation."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -142,7 +143,9 @@ async def test_without_a_seed_one_is_drawn_and_returned(tiny_qwen3_path: Path) -
 
 async def test_effective_parameters_are_echoed(tiny_qwen3_path: Path) -> None:
     async with running_pool(tiny_qwen3_path) as (pool, _):
-        _, said = await collect(pool, GenerateRequest("r", PROMPT, sampling(temperature=0.7, max_tokens=None, top_k=-1)))
+        _, said = await collect(
+            pool, GenerateRequest("r", PROMPT, sampling(temperature=0.7, max_tokens=None, top_k=-1))
+        )
         assert (said.sampling.temperature, said.sampling.top_k) == (float(np.float32(0.7)), 0)
         assert said.sampling.max_tokens == 512 - len(PROMPT)
         assert (said.samples[0].finish.reason, said.samples[0].finish.limit) == (FinishReason.LENGTH, "context")
@@ -189,7 +192,8 @@ async def test_closing_the_iterator_frees_everything(tiny_qwen3_path: Path) -> N
 async def test_every_sample_is_answered_once_also_when_clients_leave(tiny_qwen3_path: Path) -> None:
     """Sixty requests, every third client leaves at some point; the others get the bits they would get alone."""
     requests = [
-        GenerateRequest(f"r{i}", PROMPT, sampling(seed=i, max_tokens=8), n=1 + i % 2, row_digests=True) for i in range(60)
+        GenerateRequest(f"r{i}", PROMPT, sampling(seed=i, max_tokens=8), n=1 + i % 2, row_digests=True)
+        for i in range(60)
     ]
     expected = engine_bits(tiny_settings(tiny_qwen3_path), requests)
     async with running_pool(tiny_qwen3_path, 2) as (pool, threads):
@@ -237,7 +241,7 @@ async def test_scores_do_not_depend_on_company_or_order(tiny_qwen3_path: Path) -
         together = await score(pool, *cuts)
         assert (await score(pool, *cuts[::-1]))[::-1] == together
         assert [(await score(pool, cut))[0] for cut in cuts] == together
-        assert all(long.startswith(short) for short, long in zip(together, together[1:], strict=False))
+        assert all(long.startswith(short) for short, long in itertools.pairwise(together))
         assert await score(pool, *cuts, temperature=0.5) != together, "control: another temperature"
 
 
@@ -333,7 +337,9 @@ async def test_a_replica_that_cannot_commit_is_fenced(tiny_qwen3_path: Path) -> 
         assert (state.version, [t.weights.version for t in threads]) == (1, [1, 0])
         info = await pool.info()
         assert [(r.name, r.healthy) for r in info.replicas] == [("w0", True), ("w1", False)]
-        assert {(await collect(pool, GenerateRequest("r", PROMPT, sampling())))[1].samples[0].replica for _ in "12"} == {"w0"}
+        assert {
+            (await collect(pool, GenerateRequest("r", PROMPT, sampling())))[1].samples[0].replica for _ in "12"
+        } == {"w0"}
 
 
 async def test_a_sender_that_leaves_during_the_commit_does_not_split_the_replicas(tiny_qwen3_path: Path) -> None:

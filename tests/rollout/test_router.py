@@ -28,6 +28,7 @@ from rollout.types import (
 from rollout.worker import WorkerInfo
 from tests.services import bits_of_chunks, sampling, soon
 
+
 def gone() -> ReplicaUnavailable:
     return ReplicaUnavailable("worker is gone")
 

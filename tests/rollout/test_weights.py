@@ -13,12 +13,18 @@ from rollout.errors import WeightUpdateError
 from rollout.model import SharedModel
 from rollout.types import TensorChunk, WeightState, WeightUpdate
 from rollout.weights import WeightStage, digest_of, model_digest, root_digest, tensor_bytes, tensor_digest
-from tests.engines import Generated, build_engine, fresh_model, run, sample
+from tests.engines import Generated, build_engine, fresh_model, run, sample, torch_threads
 from tests.rollout.updates import chunks_of, digest_over
 
 Tensors = dict[str, torch.Tensor]
 NOW = WeightState(0, "")
 HEAD = "lm_head.weight"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(params=["tied", "untied"])

@@ -68,9 +68,12 @@ class Rig:
     async def stage(self, seed: int, version: int, **head: Any) -> None:
         tensors = tensors_of(version_path(self.path, seed))
         digest = root_digest({name: digest_of(name, tensor) for name, tensor in tensors})
-        await self.worker.stage(WeightUpdate(**({"version": version, "digest": digest, "num_tensors": len(tensors)} | head)))
+        await self.worker.stage(
+            WeightUpdate(**({"version": version, "digest": digest, "num_tensors": len(tensors)} | head))
+        )
         chunks = [
-            TensorChunk(name, "float32", tuple(tensor.shape), 0, bytes(tensor_bytes(tensor))) for name, tensor in tensors
+            TensorChunk(name, "float32", tuple(tensor.shape), 0, bytes(tensor_bytes(tensor)))
+            for name, tensor in tensors
         ]
         await self.worker.stage_chunks(chunks)
 
@@ -144,8 +147,10 @@ async def test_abort_in_each_state_frees_every_page(tiny_qwen3_path: Path, where
     rig = Rig(tiny_qwen3_path, max_running=1)
     pages = rig.thread.engine.pages
     async with StepGate(rig.thread, 8 if where == "decode" else 2) as gate:
+        await rig.worker.pause()
         await rig.submit("first", PROMPT * 25)
         await rig.submit("second")
+        await rig.worker.resume()
         await gate.reached()
         victim = "second" if where == "waiting" else "first"
         assert (rig.thread.engine._live["first"].num_generated > 0) == (where == "decode")
@@ -159,7 +164,7 @@ async def test_abort_in_each_state_frees_every_page(tiny_qwen3_path: Path, where
     # 75 tokens of prompt are 4 chunks, the last of which gives a token: 5 by the 8th step.
     assert end.num_tokens == (5 if where == "decode" else 0)
     assert sum(span.end - span.start for span in end.spans) == end.num_tokens
-    assert 75 > CHUNK * 3
+    assert CHUNK * 3 < 75
     pages.check()
     assert pages.num_unpromised == pages.num_pages
     await rig.worker.shutdown()
@@ -207,7 +212,7 @@ async def test_wait_while_paused_is_refused_by_name(rig: Rig) -> None:
         pause = await queued(rig.thread, rig.worker.pause())
         gate.open()
         await soon(pause)
-    with pytest.raises(WeightUpdateError, match="wait.*paused.*resume"):
+    with pytest.raises(WeightUpdateError, match=r"wait.*paused.*resume"):
         await soon(rig.worker.quiesce(UpdatePolicy.WAIT))
     await rig.worker.release()
     await rig.worker.resume()

@@ -1,4 +1,4 @@
-"""Prompts and rewards of the demo, from reasoning-gym: word problems, and small sums that a small model can learn on."""
+"""Prompts and rewards of the demo, from reasoning-gym: word problems, and sums that a small model can learn on."""
 
 from __future__ import annotations
 

@@ -77,4 +77,6 @@ def test_non_contiguous_inputs() -> None:
     cu = edges([40])
     kernels = cpu_kernels(16)
     options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "softmax_scale": 0.25}
-    assert torch.equal(kernels.attention_varlen(strided, k, v, **options), kernels.attention_varlen(base, k, v, **options))
+    assert torch.equal(
+        kernels.attention_varlen(strided, k, v, **options), kernels.attention_varlen(base, k, v, **options)
+    )

@@ -184,7 +184,10 @@ def test_gradients_flow_through_the_replaced_operations() -> None:
 def fingerprint() -> bytes:
     """Bits that the mode changes."""
     x = random(1, 1000)
-    return functional.silu(functional.linear(x, random(48, 1000, seed=1))).numpy().tobytes() + functional.silu(x).numpy().tobytes()
+    return (
+        functional.silu(functional.linear(x, random(48, 1000, seed=1))).numpy().tobytes()
+        + functional.silu(x).numpy().tobytes()
+    )
 
 
 def test_torch_is_restored_and_modes_nest() -> None:

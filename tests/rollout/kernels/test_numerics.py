@@ -30,7 +30,9 @@ def exp_one(x: np.float32) -> np.float32:
 
 
 def test_exp_takes_plain_float32_steps() -> None:
-    x = np.concatenate((np.linspace(-90, 88, 20_011), -np.logspace(-30, 1, 2000), [0.0, -0.0, -np.inf])).astype(np.float32)
+    x = np.concatenate((np.linspace(-90, 88, 20_011), -np.logspace(-30, 1, 2000), [0.0, -0.0, -np.inf])).astype(
+        np.float32
+    )
     out = np.empty_like(x)
     exp_many(x, out)
     assert out.tobytes() == exp_steps(x).tobytes()
