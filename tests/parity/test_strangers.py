@@ -58,8 +58,7 @@ def test_a_mate_with_other_parameters(model: SharedModel, alone: tuple[object, .
     assert all(np.isfinite(samples["mate"].policy))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 16, 31])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("count", "threads"), [(1, 1), (2, 1), (3, 1), (7, 2), (16, 1), (31, 1), (31, 2)])
 def test_any_number_of_strangers(model: SharedModel, alone: tuple[object, ...], count: int, threads: int) -> None:
     requests = strangers(count, count)
     requests.insert(count // 2, VICTIM)

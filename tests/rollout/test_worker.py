@@ -65,12 +65,10 @@ class Rig:
             names = names - {e.sample_id for e in batch if not isinstance(e, SampleEvent) or e.summary is not None}
         return events
 
-    async def stage(self, seed: int, version: int, **head: Any) -> None:
+    async def stage(self, seed: int, version: int) -> None:
         tensors = tensors_of(version_path(self.path, seed))
         digest = root_digest({name: digest_of(name, tensor) for name, tensor in tensors})
-        await self.worker.stage(
-            WeightUpdate(**({"version": version, "digest": digest, "num_tensors": len(tensors)} | head))
-        )
+        await self.worker.stage(WeightUpdate(version, digest, len(tensors)))
         chunks = [
             TensorChunk(name, "float32", tuple(tensor.shape), 0, bytes(tensor_bytes(tensor)))
             for name, tensor in tensors

@@ -47,8 +47,8 @@ def _checked_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
         for rows in PROBE_ROWS:
             if not torch.equal(torch.nn.functional.linear(x[:rows], weight, bias), wanted[:rows]):
                 raise ParityError(
-                    f"linear {tuple(weight.shape)} in {weight.dtype}: {rows} rows padded to a multiple of {ROW_TILE} differ "
-                    f"from {x.size(0)} rows on this processor ({torch.backends.cpu.get_cpu_capability()}); "
+                    f"linear {tuple(weight.shape)} in {weight.dtype}: {rows} rows padded to a multiple of {ROW_TILE} "
+                    f"differ from {x.size(0)} rows on this processor ({torch.backends.cpu.get_cpu_capability()}); "
                     "use model.dtype=float32, or another machine"
                 )
     return wanted

@@ -8,6 +8,7 @@ compared with it, and only the few survivors are scored in float64, with the sam
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numba
 import numpy as np
@@ -20,6 +21,11 @@ _STEPS = 8.0
 _LEAST = -4.0
 _MOST = 22.5
 _MARGIN = 1e-6
+_LANES = 16
+_CHUNK = 256
+_MOST_NOISE = 22.2
+"""Above the largest noise there is, -log(2**-32) = 22.18."""
+NEVER = np.int64(1 << 32)
 
 
 def threshold_table() -> npt.NDArray[np.uint32]:
@@ -48,29 +54,87 @@ def _gumbel(hashed: np.uint32) -> float:
     return -math.log(-min(max(log_x, LOG_FLOOR), LOG_CEILING))
 
 
+@numba.njit(inline="always", error_model="numpy")
+def _highest(part: np.ndarray, lanes: np.ndarray) -> np.float32:
+    """Largest value of a chunk without NaN, in 16 lanes so that the loop is vectorised."""
+    whole = part.size - part.size % _LANES
+    lanes[:] = -np.inf
+    for i in range(0, whole, _LANES):
+        for t in range(_LANES):
+            lanes[t] = part[i + t] if part[i + t] > lanes[t] else lanes[t]
+    for i in range(whole, part.size):
+        lanes[0] = part[i] if part[i] > lanes[0] else lanes[0]
+    top = lanes[0]
+    for t in range(_LANES):
+        top = lanes[t] if lanes[t] > top else top
+    return top
+
+
+@numba.njit(inline="always", error_model="numpy")
+def _most_likely(logprobs: np.ndarray, tops: np.ndarray) -> Any:
+    """First index of the largest log-prob; -1 when there is a NaN. tops: largest value of every chunk."""
+    sound = 0
+    for i in range(logprobs.size):
+        sound += logprobs[i] == logprobs[i]
+    if sound != logprobs.size:
+        return -1
+    chunk = np.argmax(tops)
+    for i in range(chunk * _CHUNK, min((chunk + 1) * _CHUNK, logprobs.size)):
+        if logprobs[i] == tops[chunk]:
+            return i
+    return -1
+
+
+@numba.njit(inline="always", error_model="numpy")
+def _least_hash(needed: float, table: np.ndarray) -> np.int64:
+    """A hash below which noise of ``needed`` is impossible; NEVER when no hash gives it."""
+    if needed > _MOST_NOISE:
+        return NEVER
+    if needed < _LEAST:
+        return np.int64(0)
+    return np.int64(table[int((needed - _LEAST) * _STEPS)])
+
+
+@numba.njit(inline="always", error_model="numpy")
+def _hash_chunk(state: np.uint32, start: int, bar: np.int64, count: int, hashes: np.ndarray) -> Any:
+    """Hash columns [start, start + count); returns how many reach ``bar``."""
+    least = np.uint32(bar)
+    reached = np.uint32(0)
+    first = np.uint32(start)
+    for i in range(count):
+        h = _column_hash(state, np.uint32(first + np.uint32(i)))
+        hashes[i] = h
+        reached += np.uint32(h >= least)
+    return int(reached)
+
+
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def _draw_row(logprobs: np.ndarray, state: np.uint32, table: np.ndarray, hashes: np.ndarray) -> int:
+def _draw_row(logprobs: np.ndarray, state: np.uint32, table: np.ndarray, hashes: np.ndarray) -> Any:
     """Winner among finite log-probs; -1 when there is none or when a NaN is met."""
-    best = -1
-    best_score = -np.inf
-    chunk = hashes.size
-    for start in range(0, logprobs.size, chunk):
-        stop = min(start + chunk, logprobs.size)
-        for i in range(stop - start):
-            hashes[i] = _column_hash(state, np.uint32(np.uint32(start) + np.uint32(i)))
-        for i in range(stop - start):
-            logprob = np.float64(logprobs[start + i])
-            if logprob == -np.inf:
+    lanes = np.empty(_LANES, np.float32)
+    tops = np.empty((logprobs.size + _CHUNK - 1) // _CHUNK, np.float32)
+    for c in range(tops.size):
+        tops[c] = _highest(logprobs[c * _CHUNK : min((c + 1) * _CHUNK, logprobs.size)], lanes)
+    top = _most_likely(logprobs, tops)
+    if top < 0 or logprobs[top] == -np.inf:
+        return -1
+    # Starting from the likeliest token raises the bar for all others at once.
+    best = top
+    best_score = np.float64(logprobs[top]) + _gumbel(_column_hash(state, np.uint32(top)))
+    for c in range(tops.size):
+        start = c * _CHUNK
+        part = logprobs[start : min(start + _CHUNK, logprobs.size)]
+        bar = _least_hash(best_score - np.float64(tops[c]), table)
+        if bar == NEVER or _hash_chunk(state, start, bar, part.size, hashes) == 0:
+            continue
+        for i in range(part.size):
+            if hashes[i] < bar or part[i] == -np.inf:
                 continue
-            if logprob != logprob:
-                return -1
-            needed = best_score - logprob
-            if needed > 22.2:  # above the largest noise there is
-                continue
-            if needed >= -4.0 and hashes[i] < table[int((needed + 4.0) * 8.0)]:
+            logprob = np.float64(part[i])
+            if hashes[i] < _least_hash(best_score - logprob, table):
                 continue
             score = logprob + _gumbel(hashes[i])
-            if score > best_score:
+            if score > best_score or (score == best_score and start + i < best):
                 best_score = score
                 best = start + i
     return best
@@ -81,7 +145,7 @@ class CpuSampler:
 
     def __init__(self) -> None:
         self._table = threshold_table()
-        self._hashes = np.empty(1024, np.uint32)
+        self._hashes = np.empty(_CHUNK, np.uint32)
 
     def draw(self, logprobs: Float32Array, keep: npt.NDArray[np.bool_] | None, seed: int, position: int) -> int:
         """Same result as ``rollout.sampling.draw``; -1 where the row holds NaN or keeps nothing."""
