@@ -78,7 +78,7 @@ def _most_likely(logprobs: np.ndarray, tops: np.ndarray) -> Any:
         sound += logprobs[i] == logprobs[i]
     if sound != logprobs.size:
         return -1
-    chunk = np.argmax(tops)
+    chunk: Any = np.argmax(tops)
     for i in range(chunk * _CHUNK, min((chunk + 1) * _CHUNK, logprobs.size)):
         if logprobs[i] == tops[chunk]:
             return i
