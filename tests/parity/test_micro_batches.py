@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,17 @@ import torch
 
 from rollout.errors import InvalidRequest
 from rollout.model import SharedModel
-from tests.engines import build_engine, isolated, random_prompt, run, sample, torch_threads, train_forward, unequal
+from tests.engines import (
+    build_engine,
+    fresh_model,
+    isolated,
+    random_prompt,
+    run,
+    sample,
+    torch_threads,
+    train_forward,
+    unequal,
+)
 from trainer_bridge.contrast import OrdinaryTrainer
 from trainer_bridge.forward import TrainingForward, TrainingSample, pack, unpad
 
@@ -130,20 +141,13 @@ def test_empty_rows_are_refused(qwen3: SharedModel) -> None:
             TrainingForward(qwen3)(samples)
 
 
-def test_gradients_reach_every_parameter_and_keep_the_forward(tiny_qwen3_path_trainable: SharedModel) -> None:
-    model = tiny_qwen3_path_trainable
+def test_gradients_reach_every_parameter_and_keep_the_forward(tiny_qwen3_path: Path) -> None:
+    model = fresh_model(tiny_qwen3_path, torch.float32, trainable=True)
     forward = TrainingForward(model)
     with forward.aligned():
         out = forward(rows(), digests=True)
         out.logprobs.sum().backward()
-    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for _, p in model.parameters())
-    assert all(bool((p.grad != 0).any()) for _, p in model.parameters() if p.grad is not None)
+    grads = [p.grad for _, p in model.parameters()]
+    assert all(g is not None and bool(g.isfinite().all()) and bool((g != 0).any()) for g in grads)
     without = train_forward(model, rows())
     assert [t.detach().numpy().tobytes() for t in out.split()] == [p.tobytes() for p, _ in without]
-
-
-@pytest.fixture
-def tiny_qwen3_path_trainable(request: pytest.FixtureRequest) -> SharedModel:
-    from tests.engines import fresh_model
-
-    return fresh_model(request.getfixturevalue("tiny_qwen3_path"), torch.float32, trainable=True)

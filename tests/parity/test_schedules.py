@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rollout.kvcache import PageAllocator
 from rollout.model import SharedModel
-from rollout.types import FinishReason, SampleRequest, ScoreSequence
+from rollout.types import FinishReason, ScoreSequence
 from tests.engines import Generated, Record, build_engine, drain, isolated, random_prompt, sample
 
 KINDS: tuple[dict[str, Any], ...] = (
@@ -136,8 +137,6 @@ def test_a_sequence_that_reads_anothers_pages_is_caught(
     qwen3: SharedModel, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: two sequences handed the same page, as in E3."""
-    from rollout.kvcache import PageAllocator
-
     real, handed = PageAllocator.take, list[int]()
 
     def take(self: PageAllocator) -> int:

@@ -238,7 +238,7 @@ def test_tied_head(tied: SharedModel, head: str) -> None:
         tensors[HEAD] = embedding(tensors) * (1 if head == "the same" else 2)
     staged = stage(tied, tensors)
     if head == "different":
-        with pytest.raises(WeightUpdateError, match="tied to model.embed_tokens.weight but arrived with other bytes"):
+        with pytest.raises(WeightUpdateError, match="tied to .* but arrived with other bytes"):
             staged.verify()
         return
     staged.verify()

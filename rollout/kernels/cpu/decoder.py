@@ -15,6 +15,7 @@ from rollout.kernels.base import KVStore
 from rollout.kernels.cpu import fused
 from rollout.kernels.cpu.arrays import array_of
 from rollout.kernels.cpu.attention import paged_attention
+from rollout.kernels.cpu.invariant import invariant_mode
 from rollout.kernels.cpu.linear import LinearPlan, RolloutLinear
 from rollout.kernels.cpu.parallel import run_split
 from rollout.kernels.cpu.plan import QUERY_TILE, WORTH_A_THREAD, AttentionPlan, plan_attention
@@ -69,7 +70,8 @@ class FusedDecoder:
     def _rope_tables(self, context_length: int) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin of every position, [context, D], by the model's own rotary module."""
         positions = torch.arange(context_length)[None]
-        cos, sin = self._model.rotary_emb(torch.empty(1, dtype=self._dtype), positions)
+        with invariant_mode():
+            cos, sin = self._model.rotary_emb(torch.empty(1, dtype=self._dtype), positions)
         return array_of(cos[0].contiguous()), array_of(sin[0].contiguous())
 
     def refresh(self) -> None:

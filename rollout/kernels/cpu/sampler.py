@@ -55,7 +55,7 @@ def _gumbel(hashed: np.uint32) -> float:
 
 
 @numba.njit(inline="always", error_model="numpy")
-def _highest(part: np.ndarray, lanes: np.ndarray) -> np.float32:
+def _highest(part: np.ndarray, lanes: np.ndarray) -> Any:
     """Largest value of a chunk without NaN, in 16 lanes so that the loop is vectorised."""
     whole = part.size - part.size % _LANES
     lanes[:] = -np.inf
