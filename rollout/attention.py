@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from rollout.errors import InvalidRequest, UnsupportedFeature
 from rollout.kernels.base import KernelSet, KVStore
@@ -114,10 +114,21 @@ def interface_attention(
     return out[None], None
 
 
+def interface_mask(*_: Any, attention_mask: torch.Tensor | None = None, **__: Any) -> None:
+    """transformers' mask signature: packed rows need no mask, and one that hides a token is refused, never dropped.
+
+    Raises:
+        UnsupportedFeature: the caller passed a padding mask with a zero in it.
+    """
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise UnsupportedFeature("an attention mask that hides tokens reached the shared model; pack, do not pad")
+
+
 INTERFACE_NAME = "zerodrift"
 
 
 def register_interface() -> str:
     """Make the attention known to transformers; returns the name for ``attn_implementation``. Idempotent."""
     AttentionInterface.register(INTERFACE_NAME, interface_attention)
+    AttentionMaskInterface.register(INTERFACE_NAME, interface_mask)
     return INTERFACE_NAME

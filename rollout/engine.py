@@ -315,7 +315,7 @@ class Engine:
         text = self._tokenizer.decode(sequence.token_ids[sequence.prompt_len :])
         stop = sequence.finish.stop_string if sequence.finish is not None else None
         if stop is not None and not sequence.request.sampling.include_stop:
-            return text[: text.rfind(stop)]
+            return text[: text.find(stop)]
         return text
 
     # ---- checks -------------------------------------------------------------------------------------------------

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,15 @@ from rollout.weights import WeightStage
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+def _answer(future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
+    """Resolve a future that its owner may have cancelled in the meantime (client gone, deadline)."""
+    with contextlib.suppress(InvalidStateError):
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
 
 
 class EngineThread:
@@ -84,6 +94,11 @@ class EngineThread:
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
+        if paused and self._draining is not None and self.engine.num_running:
+            draining, self._draining = self._draining, None
+            _answer(
+                draining, error=WeightUpdateError("a pause ended the wait for running samples; resume and update again")
+            )
 
     # ---- weight updates, in phases ------------------------------------------------------------------------------
 
@@ -105,7 +120,7 @@ class EngineThread:
         """Phase 3: apply the policy to requests in flight; resolves once no step will start before ``release``."""
         done: Future[None] = Future()
         self.call(lambda: self._begin_quiesce(policy, done)).add_done_callback(
-            lambda f: done.set_exception(error) if (error := f.exception()) is not None else None
+            lambda f: _answer(done, error=error) if (error := f.exception()) is not None else None
         )
         return done
 
@@ -133,11 +148,12 @@ class EngineThread:
         if policy is UpdatePolicy.ABORT:
             running = [s.sample_id for s in self.engine.scheduler.running if s.request is not None]
             self.outbox.put([self.engine.abort(i, "weight update") for i in running])
-        if policy is UpdatePolicy.RECOMPUTE:
-            self._quiesced = True
-            done.set_result(None)
-        else:
+        if policy is UpdatePolicy.WAIT:
             self._draining = done
+            return
+        # Scored sequences that still run are scored again, whole, under the new weights.
+        self._quiesced = True
+        _answer(done)
 
     def _commit(self) -> WeightState:
         if not self._quiesced:
@@ -152,7 +168,7 @@ class EngineThread:
         self.engine.scheduler.hold_admission = False
         draining, self._draining = self._draining, None
         if draining is not None:
-            draining.set_exception(WeightUpdateError("the update was withdrawn while samples were finishing"))
+            _answer(draining, error=WeightUpdateError("the update was withdrawn while samples were finishing"))
 
     # ---- the thread ---------------------------------------------------------------------------------------------
 
@@ -169,7 +185,7 @@ class EngineThread:
                     log.exception("engine step failed")
                     self._break(error)
                     return
-        self._refuse_commands(ReplicaUnavailable("the worker is shutting down"))
+        self._end(ReplicaUnavailable("the worker is shutting down"))
 
     def _has_steps(self) -> bool:
         busy = bool(self.engine.num_running) or (
@@ -188,29 +204,35 @@ class EngineThread:
                 if not self._commands:
                     return
                 command, future = self._commands.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
-                future.set_result(command())
+                _answer(future, command())
             except Exception as error:
-                future.set_exception(error)
+                _answer(future, error=error)
 
     def _finish_drain(self) -> None:
         if self._draining is not None and self.engine.num_running == 0:
             self._quiesced = True
             draining, self._draining = self._draining, None
-            draining.set_result(None)
+            _answer(draining)
 
     def _break(self, error: Exception) -> None:
         reason = error if isinstance(error, RolloutError) else ReplicaUnavailable(f"worker {self.engine.name} failed")
-        failures: list[Event] = [FailureEvent(sample_id, reason) for sample_id in self.engine.live_ids]
         with self._wake:
             self._broken = reason
+        self._end(reason)
+
+    def _end(self, reason: RolloutError) -> None:
+        """Nobody waits for ever: commands, a drain in progress and every live sequence get an answer."""
+        failures: list[Event] = [FailureEvent(sample_id, reason) for sample_id in self.engine.live_ids]
         self._refuse_commands(reason)
         if self._draining is not None:
-            self._draining.set_exception(reason)
+            _answer(self._draining, error=reason)
         self.outbox.put(failures)
 
     def _refuse_commands(self, reason: RolloutError) -> None:
         with self._wake:
             commands, self._commands = list(self._commands), deque()
         for _, future in commands:
-            future.set_exception(reason)
+            _answer(future, error=reason)

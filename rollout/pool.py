@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import numpy as np
@@ -109,6 +109,10 @@ class Pool(Backend):
                 raise ParityError(f"replicas {infos[0].name} and {info.name} differ in manifest or weights")
         self._info, self._weights = infos[0], infos[0].weights
         self._router.start()
+
+    def when_none_alive(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
+        """Call ``set_serving(False)`` once the last replica has left rotation."""
+        self._router.when_none_alive(set_serving)
 
     async def stop(self) -> None:
         """Abort what is live, stop every replica."""

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rollout.config import Settings
 from rollout.errors import ReplicaUnavailable, RolloutError
-from rollout.worker import Worker
+from rollout.worker import Worker, WorkerInfo
 
 
 class Replica(Protocol):
@@ -83,6 +83,28 @@ class RayReplica:
         ray.kill(self._actor)
 
 
+class ActorWorker(Worker):
+    """A worker whose refusal to start is told by name: an actor that raises in its constructor just dies."""
+
+    def __init__(self, settings: Settings, path: str, name: str) -> None:
+        self._refusal: RolloutError | None = None
+        try:
+            super().__init__(settings, path, name)
+        except RolloutError as error:
+            self._refusal = error
+
+    async def info(self) -> WorkerInfo:
+        """Sizes, manifest and weights; or why there are none."""
+        if self._refusal is not None:
+            raise self._refusal
+        return await super().info()
+
+    async def shutdown(self) -> None:
+        """End the engine, if there is one."""
+        if self._refusal is None:
+            await super().shutdown()
+
+
 def actor_options(settings: Settings) -> Mapping[str, Any]:
     """Ray options of one worker: CPUs and resources as configured, no silent restarts, quiet OpenMP waits."""
     resources = dict(settings.worker.resources)
@@ -103,5 +125,5 @@ def actor_options(settings: Settings) -> Mapping[str, Any]:
 
 def start_ray_replica(settings: Settings, path: str, name: str) -> RayReplica:
     """Create the actor; it loads its model in the background, ``call("info")`` waits for that."""
-    actor_class = ray.remote(Worker)
+    actor_class = ray.remote(ActorWorker)
     return RayReplica(actor_class.options(**actor_options(settings)).remote(settings, path, name), name)

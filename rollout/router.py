@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +15,19 @@ from rollout.engine import Event, FailureEvent, ScoreEvent
 from rollout.errors import ReplicaUnavailable, RolloutError
 from rollout.replica import Replica
 from rollout.types import ReplicaLoad, SampleRequest, ScoreSequence, TokenChunk, WeightState
+from rollout.worker import WorkerInfo
 
 log = logging.getLogger(__name__)
 _POLL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreCall:
+    """One sequence to score, as a replica takes it."""
+
+    sequence: ScoreSequence
+    temperature: float
+    row_digests: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +41,10 @@ class LiveSample:
     """tokens already passed on; a replay after a death skips them"""
     versions: set[int] = field(default_factory=set)
     """weight versions of the delivered tokens"""
-    replica: str = ""
+    score: ScoreCall | None = None
+    """what to score, when ``request`` is None"""
+    placed: asyncio.Event = field(default_factory=asyncio.Event)
+    """set while a replica has it, or once it has failed; clear while a replay looks for a replica"""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +61,9 @@ class Router:
     def __init__(self, replicas: list[Replica]) -> None:
         self.replicas = replicas
         self._slots = {r.name: _Slot(r) for r in replicas}
-        self._replays: set[asyncio.Task[None]] = set()
+        self._homeless: dict[str, LiveSample] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._none_alive: Callable[[bool], Awaitable[None]] | None = None
 
     def start(self) -> None:
         """Begin to fetch every replica's events, in tasks of the running loop."""
@@ -60,14 +76,24 @@ class Router:
         for pump in pumps:
             pump.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
+        for live in [live for slot in self._slots.values() for live in slot.live.values()] + [*self._homeless.values()]:
+            self._fail(live, ReplicaUnavailable("the service is shutting down"))
+        self._homeless.clear()
         for slot in self._slots.values():
-            self._fail_all(slot, ReplicaUnavailable("the service is shutting down"))
-        await asyncio.gather(*(slot.replica.stop() for slot in self._slots.values() if slot.alive))
+            slot.live.clear()
+        stops = [slot.replica.stop() for slot in self._slots.values()]
+        for outcome in await asyncio.gather(*stops, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                log.warning("stopping a replica: %s", outcome)
+
+    def when_none_alive(self, tell: Callable[[bool], Awaitable[None]]) -> None:
+        """Call ``tell(False)`` once the last replica has left rotation."""
+        self._none_alive = tell
 
     @property
     def num_live(self) -> int:
-        """Samples and scored sequences not yet ended, on all replicas."""
-        return sum(len(slot.live) for slot in self._slots.values())
+        """Samples and scored sequences without their last event yet."""
+        return sum(len(slot.live) for slot in self._slots.values()) + len(self._homeless)
 
     def _alive(self) -> list[_Slot]:
         alive = [slot for slot in self._slots.values() if slot.alive]
@@ -78,16 +104,25 @@ class Router:
     # ---- calls --------------------------------------------------------------------------------------------------
 
     async def any(self, method: str, *args: Any) -> Any:
-        """Call on the least loaded replica."""
-        return await self._least_loaded().replica.call(method, *args)
+        """Call on the least loaded replica; one that turns out to be gone is fenced and the next is asked."""
+        while True:
+            slot = self._least_loaded()
+            try:
+                return await slot.replica.call(method, *args)
+            except ReplicaUnavailable as error:
+                self.fence(slot.replica.name, error)
 
     async def all(self, method: str, *args: Any) -> list[Any]:
         """Call on every living replica; waits for all, then raises the first error."""
         outcomes = await self.all_outcomes(method, *args)
-        for outcome in outcomes.values():
-            if isinstance(outcome, BaseException):
+        results = [outcome for outcome in outcomes.values() if not isinstance(outcome, BaseException)]
+        for name, outcome in outcomes.items():
+            if isinstance(outcome, ReplicaUnavailable):
+                # One that died is out of rotation, and the others are all there are.
+                self.fence(name, outcome)
+            if isinstance(outcome, BaseException) and not (isinstance(outcome, ReplicaUnavailable) and results):
                 raise outcome
-        return list(outcomes.values())
+        return results
 
     async def all_outcomes(self, method: str, *args: Any) -> dict[str, Any]:
         """Call on every living replica: name -> result or exception."""
@@ -105,7 +140,7 @@ class Router:
             if slot.alive:
                 try:
                     await slot.replica.call(method)
-                except RolloutError as error:
+                except Exception as error:
                     log.warning("%s on %s: %s", method, slot.replica.name, error)
 
     async def loads(self) -> list[ReplicaLoad]:
@@ -128,10 +163,9 @@ class Router:
 
     async def submit(self, samples: list[LiveSample]) -> None:
         """Queue samples together on the least loaded replica."""
-        slot = self._least_loaded()
         requests = [s.request for s in samples if s.request is not None]
-        self._register(slot, {r.sample_id: s for r, s in zip(requests, samples, strict=True)})
-        await self._submit_or_forget(slot, [r.sample_id for r in requests], "submit", requests)
+        named = {r.sample_id: s for r, s in zip(requests, samples, strict=True)}
+        await self._place(self._least_loaded(), named, "submit", requests)
 
     async def submit_scores(
         self,
@@ -142,26 +176,33 @@ class Router:
         queue: asyncio.Queue[Any],
     ) -> None:
         """Queue sequences to score together on the least loaded replica; ``queue`` receives their events."""
-        slot = self._least_loaded()
-        self._register(slot, {i: LiveSample(None, queue) for i in ids})
-        await self._submit_or_forget(slot, ids, "submit_scores", ids, sequences, temperature, row_digests)
+        calls = [ScoreCall(sequence, temperature, row_digests) for sequence in sequences]
+        named = {i: LiveSample(None, queue, score=call) for i, call in zip(ids, calls, strict=True)}
+        await self._place(self._least_loaded(), named, "submit_scores", ids, sequences, temperature, row_digests)
 
-    def _register(self, slot: _Slot, samples: dict[str, LiveSample]) -> None:
-        # Before the call: events may come back before the acknowledgement does.
+    async def _place(self, slot: _Slot, samples: dict[str, LiveSample], method: str, *args: Any) -> None:
+        """Register, then call: events may come back before the acknowledgement does.
+
+        A replica that is gone is fenced, and the samples still registered there are replayed; one answer either way.
+        """
         for sample_id, sample in samples.items():
-            sample.replica = slot.replica.name
             slot.live[sample_id] = sample
-
-    async def _submit_or_forget(self, slot: _Slot, ids: list[str], method: str, *args: Any) -> None:
         try:
             await slot.replica.call(method, *args)
+        except ReplicaUnavailable as error:
+            self.fence(slot.replica.name, error)
         except RolloutError:
-            for sample_id in ids:
+            for sample_id in samples:
                 slot.live.pop(sample_id, None)
             raise
+        for sample_id, sample in samples.items():
+            if sample_id not in self._homeless:
+                sample.placed.set()
 
     async def abort(self, sample_ids: list[str], message: str) -> int:
-        """Abort where live; their ends arrive as summaries."""
+        """Abort where live; their ends arrive as summaries. One that is between two replicas is waited for."""
+        for live in [self._homeless[i] for i in sample_ids if i in self._homeless]:
+            await live.placed.wait()
         counts = 0
         for slot in self._slots.values():
             here = [i for i in sample_ids if i in slot.live]
@@ -171,13 +212,25 @@ class Router:
 
     async def drop(self, sample_ids: list[str], message: str) -> None:
         """Forget samples whose client is gone, and free their pages. Nothing to do for finished ones."""
+        for sample_id in sample_ids:
+            self._homeless.pop(sample_id, None)
         for slot in self._slots.values():
             here = [i for i in sample_ids if slot.live.pop(i, None) is not None]
             if here and slot.alive:
-                try:
-                    await asyncio.shield(slot.replica.call("abort", here, message))
-                except RolloutError as error:
-                    log.warning("abort on %s: %s", slot.replica.name, error)
+                await asyncio.shield(self._start(self._free(slot, here, message)))
+
+    async def _free(self, slot: _Slot, sample_ids: list[str], message: str) -> None:
+        try:
+            await slot.replica.call("abort", sample_ids, message)
+        except RolloutError as error:
+            log.warning("abort on %s: %s", slot.replica.name, error)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task that is kept until it is done."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     # ---- events -------------------------------------------------------------------------------------------------
 
@@ -200,23 +253,32 @@ class Router:
         if live is None:
             return
         if isinstance(event, FailureEvent):
+            if isinstance(event.error, ReplicaUnavailable):
+                self.fence(slot.replica.name, event.error)
+                return
             del slot.live[event.sample_id]
-            live.queue.put_nowait(event.error)
+            self._fail(live, event.error)
         elif isinstance(event, ScoreEvent):
             del slot.live[event.sample_id]
             live.queue.put_nowait(event)
         else:
-            if event.chunk is not None:
-                self._deliver_chunk(live, event.chunk)
+            if event.chunk is not None and not self._deliver_chunk(slot, event.sample_id, live, event.chunk):
+                return
             if event.summary is not None:
                 del slot.live[event.sample_id]
                 live.queue.put_nowait(event.summary)
 
-    @staticmethod
-    def _deliver_chunk(live: LiveSample, chunk: TokenChunk) -> None:
+    def _deliver_chunk(self, slot: _Slot, sample_id: str, live: LiveSample, chunk: TokenChunk) -> bool:
+        """Pass on what is new of a chunk; False when the sample had to be failed."""
         skip = live.delivered - chunk.offset
+        if skip > 0 and live.versions != {chunk.weight_version}:
+            # Weights changed under a replay: these tokens need not be those that the client already has.
+            del slot.live[sample_id]
+            self._fail(live, _changed_weights(live, chunk.weight_version))
+            self._start(self._free(slot, [sample_id], "its replay ran into a weight update"))
+            return False
         if skip >= len(chunk.token_ids):
-            return
+            return True
         if skip > 0:
             chunk = dataclasses.replace(
                 chunk,
@@ -229,6 +291,12 @@ class Router:
         live.delivered = chunk.offset + len(chunk.token_ids)
         live.versions.add(chunk.weight_version)
         live.queue.put_nowait(chunk)
+        return True
+
+    @staticmethod
+    def _fail(live: LiveSample, error: RolloutError) -> None:
+        live.queue.put_nowait(error)
+        live.placed.set()
 
     # ---- deaths -------------------------------------------------------------------------------------------------
 
@@ -241,27 +309,49 @@ class Router:
         log.error("replica %s left rotation: %s", name, error)
         orphans, slot.live = slot.live, {}
         for sample_id, live in orphans.items():
-            task = asyncio.get_running_loop().create_task(self._replay(sample_id, live, error))
-            self._replays.add(task)
-            task.add_done_callback(self._replays.discard)
+            live.placed.clear()
+            self._homeless[sample_id] = live
+            self._start(self._replay(sample_id, live, error))
+        if self._none_alive is not None and not any(s.alive for s in self._slots.values()):
+            self._start(_tell(self._none_alive))
 
     async def _replay(self, sample_id: str, live: LiveSample, error: RolloutError) -> None:
         try:
-            if live.request is None:
-                raise error
-            slot = self._least_loaded()
-            info = await slot.replica.call("info")
+            slot, info = await self._someone()
             if live.versions and live.versions != {info.weights.version}:
-                raise ReplicaUnavailable(
-                    f"{error.message}; {live.delivered} tokens were sampled under versions {sorted(live.versions)}, "
-                    f"replicas now serve {info.weights.version}: the same tokens cannot be drawn again"
-                )
-            self._register(slot, {sample_id: live})
-            await self._submit_or_forget(slot, [sample_id], "submit", [live.request])
+                raise _changed_weights(live, info.weights.version)
+            if self._homeless.get(sample_id) is not live:
+                return  # dropped meanwhile
+            if not slot.alive:
+                await self._replay(sample_id, live, error)
+                return
+            del self._homeless[sample_id]
+            if live.request is not None:
+                await self._place(slot, {sample_id: live}, "submit", [live.request])
+            elif live.score is not None:
+                s = live.score
+                args = [sample_id], [s.sequence], s.temperature, s.row_digests
+                await self._place(slot, {sample_id: live}, "submit_scores", *args)
         except RolloutError as final:
-            live.queue.put_nowait(final)
+            self._homeless.pop(sample_id, None)
+            self._fail(live, final)
 
-    def _fail_all(self, slot: _Slot, error: RolloutError) -> None:
-        orphans, slot.live = slot.live, {}
-        for live in orphans.values():
-            live.queue.put_nowait(error)
+    async def _someone(self) -> tuple[_Slot, WorkerInfo]:
+        """The least loaded replica that answers, and what it serves."""
+        while True:
+            slot = self._least_loaded()
+            try:
+                return slot, await slot.replica.call("info")
+            except ReplicaUnavailable as error:
+                self.fence(slot.replica.name, error)
+
+
+def _changed_weights(live: LiveSample, version: int) -> ReplicaUnavailable:
+    return ReplicaUnavailable(
+        f"the replica died after {live.delivered} tokens sampled under versions {sorted(live.versions)}, replicas now "
+        f"serve {version}: the same tokens cannot be drawn again; submit the request anew"
+    )
+
+
+async def _tell(tell: Callable[[bool], Awaitable[None]]) -> None:
+    await tell(False)

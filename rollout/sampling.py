@@ -26,6 +26,7 @@ HASH_MAX = 4294967295.0
 LOG_CEILING = -(2.0**-32)
 """log(hash / HASH_MAX) is clamped below this, so the noise stays finite: at most -log(2**-32) = 22.18."""
 LOG_FLOOR = -1.7976931348623157e308
+LEAST_TEMPERATURE = float(np.float32(1e-6))
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_ID = 2**31 - 1
@@ -35,9 +36,13 @@ MAX_ID = 2**31 - 1
 
 
 def _number(value: float, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidRequest(f"{name} = {value!r} is not a finite number", field=f"sampling.{name}")
-    return float(value)
+    try:
+        number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise InvalidRequest(f"{name} = {str(value)[:40]} is not a finite number", field=f"sampling.{name}")
+    return number
 
 
 def _whole(value: int, name: str) -> int:
@@ -68,7 +73,7 @@ def validate_sampling(params: SamplingParams, *, vocab_size: int | None = None) 
     if temperature < 0 or temperature > float(np.finfo(np.float32).max):
         raise refuse("temperature", params.temperature, "[0, 3.4e38]; 0 is greedy")
     rounded = float(np.float32(temperature))
-    if temperature > 0 and rounded < 1e-6:
+    if temperature > 0 and rounded < LEAST_TEMPERATURE:
         raise refuse("temperature", params.temperature, "{0} or [1e-6, 3.4e38]; use 0 for greedy")
     top_k = _whole(params.top_k, "top_k")
     if top_k < -1 or top_k > MAX_ID:
@@ -198,11 +203,13 @@ def kept_tokens(logprobs: Float32Array, params: SamplingParams, barred: npt.NDAr
     if not (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0):
         return keep
     ids = np.flatnonzero(keep)
+    if len(ids) == 0:
+        return keep
     ids = ids[np.argsort(-logprobs[ids], kind="stable")]
     if params.top_k > 0:
         ids = ids[: params.top_k]
     if params.top_p < 1.0:
-        mass = np.exp(logprobs[ids].astype(np.float64))
+        mass = np.exp(logprobs[ids].astype(np.float64) - float(logprobs[ids[0]]))
         before = np.concatenate(([0.0], np.cumsum(mass)[:-1]))
         count = int(np.count_nonzero(before < params.top_p * mass.sum()))
         ids = ids[: max(count, 1)]
@@ -218,5 +225,7 @@ def behavior_logprob(policy: np.float32, logprobs: Float32Array, keep: npt.NDArr
     """Log-prob under the distribution sampled from: policy - log(kept mass); the same bits when nothing was dropped."""
     if keep is None or bool(keep.all()):
         return policy
-    mass = float(np.exp(logprobs[keep].astype(np.float64)).sum())
-    return np.float32(float(policy) - math.log(mass))
+    kept = logprobs[keep].astype(np.float64)
+    # Relative to the largest, so that a cold distribution does not underflow; rounding must not pass probability 1.
+    top = float(kept.max())
+    return np.float32(min(float(policy) - (top + math.log(float(np.exp(kept - top).sum()))), 0.0))

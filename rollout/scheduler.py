@@ -61,8 +61,8 @@ class Scheduler:
         if need > self.pages.num_pages:
             raise InvalidRequest(
                 f"{sequence.max_len} tokens need {need} KV pages, the cache has {self.pages.num_pages}; "
-                "lower max_tokens or raise engine.kv_cache_tokens",
-                field="sampling.max_tokens",
+                "ask for fewer tokens or raise engine.kv_cache_tokens",
+                field="sequences" if sequence.score is not None else "sampling.max_tokens",
             )
         if len(self.waiting) >= self.limits.max_waiting:
             raise CapacityExceeded(f"the queue holds {len(self.waiting)} sequences, its limit; try again later")

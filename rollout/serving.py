@@ -97,6 +97,7 @@ async def running_service(settings: Settings, *, in_process: bool = False) -> As
             )
             try:
                 await server.set_serving(True)
+                pool.when_none_alive(server.set_serving)
                 yield Service(f"{config.host}:{server.port}", path, pool, server)
             finally:
                 await server.stop(config.drain_s if pool.num_live else 0)
@@ -112,6 +113,9 @@ async def serve(settings: Settings, ready: Callable[[Service], None]) -> None:
         loop.add_signal_handler(number, stop.set)
     try:
         async with running_service(settings) as service:
+            # Again, since Ray's driver installs handlers of its own while it connects.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, stop.set)
             ready(service)
             await stop.wait()
             log.info("draining %d samples", service.pool.num_live)

@@ -27,9 +27,9 @@ class Stopper:
             return None
         piece = self._stream.push(token_id)
         window = self._tail + piece
-        for text in self._stop:
-            # Only a match that the new piece completes is new; the tail is shorter than any stop string.
-            if text in window:
-                return FinishDetail(FinishReason.STOP, stop_string=text)
+        # The tail is shorter than the longest stop string, so a match is one that the new piece completes.
+        found = [(at, text) for text in self._stop if (at := window.find(text)) >= 0]
+        if found:
+            return FinishDetail(FinishReason.STOP, stop_string=min(found, key=lambda match: match[0])[1])
         self._tail = window[-(self._longest - 1) :] if self._longest > 1 else ""
         return None

@@ -84,6 +84,8 @@ class WeightStage:
         Raises:
             WeightUpdateError: unknown name, wrong dtype or shape, range outside the tensor.
         """
+        if self._checked is not None:
+            raise WeightUpdateError("the update was already verified; nothing can be added to it", field=chunk.name)
         incoming = self._incoming.get(chunk.name) or self._open(chunk)
         tensor = incoming.tensor
         if chunk.dtype != dtype_name(tensor.dtype) or chunk.shape != tuple(tensor.shape):

@@ -92,27 +92,26 @@ async def test_abort_one_request_or_all(tiny_qwen3_path: Path) -> None:
             name: await queued(thread, client.generate(prompt, sampling(), request_id=name))
             for name, prompt in prompts.items()
         }
-        async with StepGate(thread, 3) as gate:
+        async with StepGate(thread, 3) as gate, StepGate(thread, 8) as second:
             await client.resume()
             await gate.reached()
             assert sorted(generated(thread).values()) == [0, 0, 3] and thread.engine.num_waiting == 1
             one = await queued(thread, client.abort("prefill"))
             gate.open()
             assert await soon(one) == 1
-        await partial(tasks["prefill"], [], 0)
-        assert not tasks["waiting"].done(), "control: the others go on"
-        with pytest.raises(NotFound, match="prefill"):
-            await client.abort("prefill")
-        async with StepGate(thread, 4) as gate:
-            await gate.reached()
+            await partial(tasks["prefill"], [], 0)
+            assert not tasks["waiting"].done(), "control: the others go on"
+            with pytest.raises(NotFound, match="prefill"):
+                await client.abort("prefill")
+            await second.reached()
             everything = await queued(thread, client.abort(all_requests=True))
-            gate.open()
+            second.open()
             assert await soon(everything) == 2
         ended = [(await soon(task)).samples[0] for name, task in tasks.items() if name != "prefill"]
         for sample in ended:
             assert sample.finish.reason is FinishReason.ABORTED
-            assert 0 < len(sample.token_ids) < 40
             assert sample.token_ids.tolist() == whole[: len(sample.token_ids)]
+        assert [len(sample.token_ids) for sample in ended] == [8, 5]
         check_pages(service)
         await assert_idle(client)
         assert await client.abort(all_requests=True) == 0
@@ -125,7 +124,7 @@ async def test_a_client_that_leaves(tiny_qwen3_path: Path, way: str, state: str)
     async with tiny_service(tiny_qwen3_path, max_running=2 if state != "waiting" else 1) as (service, client):
         (thread,) = engine_threads(service)
         undisturbed = bits(await client.generate(PROMPT, sampling(max_tokens=60)))
-        impatient = AsyncRolloutClient(service.address, timeout_s=0.5 if way == "deadline" else 60)
+        impatient = AsyncRolloutClient(service.address, timeout_s=1.0 if way == "deadline" else 60)
         async with impatient, StepGate(thread, 2 if state == "prefill" else 6) as gate:
             await client.pause()
             beside = await queued(thread, client.generate(PROMPT, sampling(max_tokens=60)))
@@ -136,12 +135,14 @@ async def test_a_client_that_leaves(tiny_qwen3_path: Path, way: str, state: str)
             await client.resume()
             await gate.reached()
             assert thread.engine.num_waiting == (state == "waiting")
-            leave = asyncio.ensure_future(_leave(victim, way))
+            gone = CallSignal(thread, "call")
+            await soon(_leave(victim, way))
+            # The engine still stands: the service acts on the client's leaving, not on an event that it cannot deliver.
+            await gone.called()
             gate.open()
-            await soon(leave)
             await aborted.called()
         assert bits(await soon(beside)) == undisturbed
-        assert thread.engine.live_ids == [], "300 tokens would take far longer than the 60 beside them"
+        assert thread.engine.live_ids == []
         assert thread.broken is None
         check_pages(service)
         await assert_idle(client)
@@ -161,7 +162,7 @@ async def test_a_score_whose_client_leaves(tiny_qwen3_path: Path, way: str) -> N
     """A unary call: nothing but its task says that the client is gone."""
     async with tiny_service(tiny_qwen3_path) as (service, client):
         (thread,) = engine_threads(service)
-        impatient = AsyncRolloutClient(service.address, timeout_s=0.5 if way == "deadline" else 60)
+        impatient = AsyncRolloutClient(service.address, timeout_s=1.0 if way == "deadline" else 60)
         async with impatient, StepGate(thread, 1) as gate:
             victim = asyncio.ensure_future(impatient.score([ScoreSequence(LONG_PROMPT)] * 3))
             await gate.reached()

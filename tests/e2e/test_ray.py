@@ -60,7 +60,9 @@ async def an_update(client: AsyncRolloutClient, old: Path, new: Path) -> None:
     assert [bits(r) for r in await client.generate_many(requests)] == before
     events = client.stream(PROMPT, sampling(max_tokens=400))
     assert isinstance(await anext(events), TokenChunk)
+    await client.pause()
     state = await client.update_weights(tensors, version=1, policy=UpdatePolicy.ABORT, bucket_bytes=4096)
+    await client.resume()
     assert [r.weights for r in (await client.info()).replicas] == [state] * 2
     rest = [event async for event in events]
     assert isinstance(rest[-1], Completion) and rest[-1].samples[0].finish.message == "weight update"
@@ -78,17 +80,19 @@ async def a_death_loses_nothing(service: Service, client: AsyncRolloutClient, pa
     ]
     expected = engine_bits(tiny_settings(path), requests)
     # Alone, so on the first replica; its first tokens are delivered when that dies.
-    events = client.stream(PROMPT, sampling(seed=50, max_tokens=200))
+    events = client.stream(PROMPT, sampling(seed=50, max_tokens=400))
     seen = [await anext(events)]
+    await client.pause()
     tasks = [asyncio.ensure_future(client.generate_many([request])) for request in requests[:10]]
     while service.pool.num_live < 11:
         await asyncio.sleep(0)
     ray.kill(actors(service)[0])
+    await client.resume()
     tasks += [asyncio.ensure_future(client.generate_many([request])) for request in requests[10:]]
     results = [r for (r,) in await asyncio.wait_for(asyncio.gather(*tasks), 60)]
     assert [bits(r) for r in results] == expected
     seen += [event async for event in events]
-    calm = await client.generate(PROMPT, sampling(seed=50, max_tokens=200))
+    calm = await client.generate(PROMPT, sampling(seed=50, max_tokens=400))
     assert bits_of_chunks(e for e in seen if isinstance(e, TokenChunk)) == bits(calm)
     assert calm.samples[0].replica == "replica-1"
     dead, living = (await client.info()).replicas
@@ -97,7 +101,8 @@ async def a_death_loses_nothing(service: Service, client: AsyncRolloutClient, pa
 
 
 async def the_last_death_is_said(service: Service, client: AsyncRolloutClient) -> None:
-    running = asyncio.ensure_future(client.generate(PROMPT, sampling(max_tokens=400)))
+    await client.pause()
+    running = asyncio.ensure_future(client.generate(PROMPT, sampling()))
     while not service.pool.num_live:
         await asyncio.sleep(0)
     ray.kill(actors(service)[1])

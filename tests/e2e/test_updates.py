@@ -115,10 +115,9 @@ async def test_recompute_goes_on_under_the_new_weights(tiny_qwen3_path: Path, pr
     """Two updates cross the sample; the second prompt is still in its chunked prefill at the first."""
     async with tiny_service(tiny_qwen3_path) as (service, client):
         (thread,) = engine_threads(service)
-        running = asyncio.ensure_future(client.generate(prompt, sampling(), n=2, row_digests=True))
-        steps = 2
-        for version in (1, 2):
-            async with StepGate(thread, steps) as gate:
+        async with StepGate(thread, 2) as first, StepGate(thread, 16) as second:
+            running = asyncio.ensure_future(client.generate(prompt, sampling(), n=2, row_digests=True))
+            for version, gate in ((1, first), (2, second)):
                 await gate.reached()
                 tensors = tensors_of(version_path(tiny_qwen3_path, version))
                 update = await queued(
@@ -126,7 +125,6 @@ async def test_recompute_goes_on_under_the_new_weights(tiny_qwen3_path: Path, pr
                 )
                 gate.open()
                 await soon(update)
-            steps = 12
         result = await soon(running)
         for sample in result.samples:
             versions = [span.version for span in sample.spans]

@@ -1,7 +1,7 @@
 """An independent reference: Llama and Qwen3 as dense float64 arithmetic, written from the architecture.
 
-No Hugging Face module, no kernel of this project, no cache, one sequence at a time. What both sides of the project share
-by design (a wrong rotary base, a wrong norm) they cannot catch in each other; this can.
+No Hugging Face module, no kernel of this project, no cache, one sequence at a time. A fault that both sides of the
+project share (a wrong rotary base, a wrong norm) they cannot catch in each other; this can.
 """
 
 from __future__ import annotations

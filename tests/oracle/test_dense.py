@@ -15,7 +15,7 @@ from tests.oracle.dense import DenseOracle, rms_norm, rotate
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 def test_equals_the_architecture(kind: str, request: pytest.FixtureRequest) -> None:
-    """Within what Hugging Face's float32 rotary tables allow: 2^-24 of angles up to 60, so 1e-5 on logits of size 10."""
+    """Within what Hugging Face's float32 rotary tables allow: 2^-24 of angles up to 60, on logits of size 10."""
     transformers.utils.logging.disable_progress_bar()
     path: Path = request.getfixturevalue(f"tiny_{kind}_path")
     hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager").eval()

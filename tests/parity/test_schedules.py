@@ -127,7 +127,7 @@ def alone(qwen3: SharedModel) -> Any:
     return lookup
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(schedule=schedules())
 def test_any_schedule(qwen3: SharedModel, alone: Any, schedule: Schedule) -> None:
     check(schedule, live_through(qwen3, schedule), alone)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from rollout.detokenize import Detokenizer
+from rollout.engine import Engine
 from rollout.model import SharedModel
 from rollout.types import FinishReason, SampleRequest
 from tests.engines import (
     Generated,
     assert_three_ways_equal,
     build_engine,
-    isolated,
     random_prompt,
     run,
     sample,
@@ -41,6 +41,12 @@ def bf16(smollm2_path: Path) -> SharedModel:
 
 
 @pytest.fixture(scope="module")
+def engine(bf16: SharedModel, tokenizer: Detokenizer) -> Engine:
+    """One for the module: starting it measures its linear layers, which takes a while."""
+    return build_engine(bf16, tokenizer=tokenizer, shuffle=1, **SIZES)
+
+
+@pytest.fixture(scope="module")
 def tokenizer(smollm2_path: Path) -> Detokenizer:
     return Detokenizer(smollm2_path)
 
@@ -49,26 +55,29 @@ def mixed(tokenizer: Detokenizer) -> list[SampleRequest]:
     """Random prompts at page edges, and real ones whose distributions are sharp."""
     requests = [
         sample(random_prompt(n, n, 49152), f"p{n}", seed=n, max_tokens=3 + n % 2, temperature=(1.0, 0.7)[n % 2])
-        for n in (1, 2, 127, 128, 129, 257)
+        for n in (1, 127, 128, 130, 257)
     ]
     kinds: tuple[dict[str, Any], ...] = ({}, {"top_k": 20, "top_p": 0.9}, {"temperature": 0.0})
     for i, kind in enumerate(kinds):
-        requests.append(sample(tokenizer.encode(CHAT.format(i)), f"chat{i}", i, max_tokens=12, **kind))
+        requests.append(sample(tokenizer.encode(CHAT.format(i)), f"chat{i}", i, max_tokens=8, **kind))
     return requests
 
 
-def test_three_ways(bf16: SharedModel, tokenizer: Detokenizer) -> None:
+def test_three_ways(bf16: SharedModel, engine: Engine, tokenizer: Detokenizer) -> None:
     """Also: what each says alone (a sample of them), and the contrast of an ordinary trainer."""
     requests = mixed(tokenizer)
     with torch_threads(2):
-        generated = run(build_engine(bf16, shuffle=1, **SIZES), requests)
+        generated = run(engine, requests)
     with torch_threads(1):
-        assert_three_ways_equal(bf16, requests, generated, build_engine(bf16, **SIZES))
-        for request in (requests[4], requests[-2]):
-            assert isolated(bf16, request, **SIZES).bits() == generated[request.sample_id].bits()
-    samples = [training_sample(r, generated[r.sample_id]) for r in requests]
-    ordinary = OrdinaryTrainer(bf16).logprobs(samples, micro_batch=9, threads=2)
-    differing = sum(unequal(generated[r.sample_id].policy, o) for r, o in zip(requests, ordinary, strict=True))
+        engine.store.poison()
+        assert_three_ways_equal(bf16, requests, generated, engine)
+        for request in (requests[2], requests[-2]):
+            engine.store.poison()
+            assert run(engine, [request])[request.sample_id].bits() == generated[request.sample_id].bits()
+    chats = requests[-3:]
+    samples = [training_sample(r, generated[r.sample_id]) for r in chats]
+    ordinary = OrdinaryTrainer(bf16).logprobs(samples, micro_batch=3, threads=1)
+    differing = sum(unequal(generated[r.sample_id].policy, o) for r, o in zip(chats, ordinary, strict=True))
     assert differing > sum(len(s.token_ids) for s in samples) // 2
 
 
@@ -79,15 +88,16 @@ def test_float32(smollm2_path: Path, tokenizer: Detokenizer) -> None:
         sample(tokenizer.encode(CHAT.format(5)), "chat", max_tokens=4, temperature=0.8),
         sample((5,), "one", max_tokens=3),
     ]
-    generated = run(build_engine(model, **SIZES), requests)
-    assert_three_ways_equal(model, requests, generated, build_engine(model, **SIZES))
+    one = build_engine(model, **SIZES)
+    generated = run(one, requests)
+    one.store.poison()
+    assert_three_ways_equal(model, requests, generated, one)
     samples = [training_sample(r, generated[r.sample_id]) for r in requests]
     outside = train_forward(model, samples, aligned=False, micro_batch=1)
     assert any(unequal(generated[r.sample_id].policy, o[0]) for r, o in zip(requests, outside, strict=True))
 
 
-def test_an_answer_ends_by_itself(bf16: SharedModel, tokenizer: Detokenizer) -> None:
-    engine = build_engine(bf16, tokenizer=tokenizer, **SIZES)
+def test_an_answer_ends_by_itself(bf16: SharedModel, engine: Engine, tokenizer: Detokenizer) -> None:
     prompt = tokenizer.encode("<|im_start|>user\nSay OK.<|im_end|>\n<|im_start|>assistant\n")
     one = run(engine, [sample(prompt, temperature=0.0, ignore_eos=False, max_tokens=40)])["s"]
     assert one.summary is not None and one.summary.finish.reason is FinishReason.STOP

@@ -100,7 +100,6 @@ def test_a_mask_that_hides_nothing_changes_nothing(tiny_qwen3_path: Path) -> Non
     assert torch.equal(plain, masked)
 
 
-@pytest.mark.xfail(strict=True, reason="transformers drops the mask of an attention that registered no mask function")
 def test_a_mask_that_hides_a_token_is_refused(tiny_qwen3_path: Path) -> None:
     with pytest.raises(UnsupportedFeature):
         decode_with_mask(tiny_qwen3_path, torch.tensor([[0, 1, 1]]))

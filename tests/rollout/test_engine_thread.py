@@ -89,7 +89,6 @@ def test_a_failing_command_fails_alone(thread: EngineThread) -> None:
     assert thread.broken is None
 
 
-@pytest.mark.xfail(strict=True, reason="a cancelled future makes set_result raise, and the engine is fenced")
 def test_a_caller_that_gives_up_does_not_end_the_engine(tiny_qwen3_path: Path) -> None:
     """asyncio.wrap_future cancels the future of a command when its task is cancelled (client gone, deadline)."""
     model = fresh_model(tiny_qwen3_path, torch.float32)
@@ -267,14 +266,12 @@ def answered(future: Future[None]) -> bool:
     return future.done()
 
 
-@pytest.mark.xfail(strict=True, reason="the future of a drain in progress is never resolved at shutdown")
 def test_a_drain_is_told_of_a_shutdown(tiny_qwen3_path: Path) -> None:
     thread, waiting = stopped_while_draining(tiny_qwen3_path)
     assert not thread._thread.is_alive()
     assert answered(waiting) and isinstance(waiting.exception(), ReplicaUnavailable)
 
 
-@pytest.mark.xfail(strict=True, reason="live samples get no last event at shutdown")
 def test_live_samples_are_answered_at_shutdown(tiny_qwen3_path: Path) -> None:
     thread, _ = stopped_while_draining(tiny_qwen3_path)
     events = thread.outbox.take(0)
@@ -292,7 +289,6 @@ def stopped_while_draining(path: Path) -> tuple[EngineThread, Future[None]]:
     return thread, waiting
 
 
-@pytest.mark.xfail(strict=True, reason="only policy wait asks whether a paused engine could ever drain")
 def test_abort_of_a_paused_engine_with_a_running_score(thread: EngineThread) -> None:
     thread.pause().result(LIMIT_S)
 

@@ -180,10 +180,12 @@ async def test_abort_by_name_and_of_all(tiny_qwen3_path: Path) -> None:
 
 
 async def test_closing_the_iterator_frees_everything(tiny_qwen3_path: Path) -> None:
-    async with running_pool(tiny_qwen3_path) as (pool, (thread,)):
+    async with running_pool(tiny_qwen3_path) as (pool, (thread,)), StepGate(thread, 5) as gate:
         async with aclosing(pool.generate(GenerateRequest("r", PROMPT, sampling(max_tokens=400), n=3))) as events:
             await soon(anext(events))
-            assert thread.engine.live_ids, "control: it runs"
+            await gate.reached()
+            assert len(thread.engine.live_ids) == 3, "control: they run"
+            gate.open()
         assert thread.engine.live_ids == []
         assert thread.engine.pages.num_unpromised == thread.engine.pages.num_pages
         assert pool.num_live == 0

@@ -158,12 +158,12 @@ async def test_sigterm_drains_and_exits_with_zero(ray_cluster: Any, tiny_qwen3_p
         line = (await asyncio.wait_for(process.stdout.readline(), 90)).decode()
         assert line.startswith("serving "), line + (await process.stderr.read()).decode()
         async with AsyncRolloutClient(line.split(" on ")[1].split()[0]) as client:
-            events = client.stream(PROMPT, sampling(max_tokens=300))
+            events = client.stream(PROMPT, sampling(max_tokens=2000))
             first = await asyncio.wait_for(anext(events), 30)
             process.send_signal(signal.SIGTERM)
             rest = await asyncio.wait_for(_all(events), 60)
         assert rest[-1].samples[0].finish.reason is FinishReason.LENGTH
-        assert rest[-1].samples[0].num_tokens == 300 > len(first.token_ids)  # type: ignore[union-attr]
+        assert rest[-1].samples[0].num_tokens == 2000 > len(first.token_ids)  # type: ignore[union-attr]
         assert await asyncio.wait_for(process.wait(), 60) == 0
     finally:
         if process.returncode is None:

@@ -18,7 +18,7 @@ EURO = "€"
 
 
 def letters(folder: Path) -> Path:
-    """tokenizer.json: ids 2..27 are a..z, then "ab", "cd", "bc", a break, a double break, three bytes of a euro sign."""
+    """tokenizer.json: ids 2..27 are a..z, then "ab", "cd", "bc", one break, two breaks, three bytes of a euro sign."""
     level = ByteLevel(add_prefix_space=False, use_regex=False)
     pieces = [*LETTERS, *PAIRS, "Ċ", "ĊĊ"]
     euro_bytes = list(level.pre_tokenize_str(EURO)[0][0])

@@ -82,7 +82,9 @@ def _by_reason() -> dict[str, type[RolloutError]]:
     pending: list[type[RolloutError]] = [RolloutError]
     while pending:
         kind = pending.pop()
-        kinds[kind.reason] = kind
+        # Ray derives classes of its own from ours to raise them; those cannot be built from text.
+        if kind.__module__ == RolloutError.__module__:
+            kinds[kind.reason] = kind
         pending.extend(kind.__subclasses__())
     return kinds
 

@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 
 from rollout.kernels.cpu.arrays import array_of
+from rollout.kernels.cpu.compiler import compiled
 from rollout.kernels.cpu.elements import load, store
 from rollout.kernels.cpu.numerics import exp_f32
 from rollout.kernels.cpu.parallel import run_split
@@ -23,26 +23,26 @@ _CHUNK = 16384
 _ONE = np.float32(1.0)
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def _silu(x: np.ndarray, out: np.ndarray) -> None:
     for i in range(x.size):
         v = load(x[i])
         out[i] = store(v / (_ONE + exp_f32(-v)), x[i])
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def _sigmoid(x: np.ndarray, out: np.ndarray) -> None:
     for i in range(x.size):
         out[i] = store(_ONE / (_ONE + exp_f32(-load(x[i]))), x[i])
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def _cos(x: np.ndarray, out: np.ndarray) -> None:
     for i in range(x.size):
         out[i] = store(np.float32(math.cos(np.float64(load(x[i])))), x[i])
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def _sin(x: np.ndarray, out: np.ndarray) -> None:
     for i in range(x.size):
         out[i] = store(np.float32(math.sin(np.float64(load(x[i])))), x[i])

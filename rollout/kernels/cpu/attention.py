@@ -15,6 +15,7 @@ import numba
 import numpy as np
 from numba.extending import overload
 
+from rollout.kernels.cpu.compiler import compiled
 from rollout.kernels.cpu.numerics import exp_f32
 
 LANES = 16
@@ -192,7 +193,7 @@ def _attend_task(
                     )  # fmt: skip
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def paged_attention(
     query: np.ndarray,
     key_pages: np.ndarray,
@@ -250,7 +251,7 @@ def paged_attention(
                 _finish_row(tops[r, g], sums[r, g], acc[r, g], kv_head * group + g, first_row + r, out, lse)
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def write_pages(
     key: np.ndarray, value: np.ndarray, slots: np.ndarray, key_pages: np.ndarray, value_pages: np.ndarray
 ) -> None:

@@ -11,6 +11,7 @@ import numba
 import numpy as np
 import torch
 
+from rollout.kernels.cpu.compiler import compiled
 from rollout.kernels.cpu.numerics import exp_f32
 from rollout.kernels.cpu.parallel import run_split
 
@@ -80,7 +81,7 @@ def _row_backward(
     _outer(probs, grad, count, dv)
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def _backward_jobs(
     first_job: int,
     last_job: int,

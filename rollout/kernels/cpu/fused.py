@@ -9,6 +9,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from rollout.kernels.cpu.compiler import compiled
 from rollout.kernels.cpu.elements import load, store
 from rollout.kernels.cpu.numerics import exp_f32
 
@@ -25,7 +26,7 @@ def _fold(lanes: np.ndarray) -> np.float32:
     return total
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def mean_rows(x: np.ndarray, out: np.ndarray) -> None:
     """out[r] = mean of row r: sums in 16 lanes by column index, folded in order. x float32 [R, N], out float32 [R]."""
     lanes = np.empty(LANES, np.float32)
@@ -60,7 +61,7 @@ def _norm_row(row: np.ndarray, weight: np.ndarray, eps: np.float32, lanes: np.nd
         out[c] = store(load(weight[c]) * load(normed), row[c])
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: np.float32, out: np.ndarray) -> None:
     """x, out [T, H]; weight [H]; all of the model's dtype."""
     lanes = np.empty(LANES, np.float32)
@@ -68,7 +69,7 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: np.float32, out: np.ndarray
         _norm_row(x[r], weight, eps, lanes, out[r])
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def add_rms_norm(residual: np.ndarray, x: np.ndarray, weight: np.ndarray, eps: np.float32, out: np.ndarray) -> None:
     """residual += x (rounded), out = rms_norm(residual). All [T, H] of the model's dtype."""
     lanes = np.empty(LANES, np.float32)
@@ -78,7 +79,7 @@ def add_rms_norm(residual: np.ndarray, x: np.ndarray, weight: np.ndarray, eps: n
         _norm_row(residual[r], weight, eps, lanes, out[r])
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def silu_mul(gate_up: np.ndarray, out: np.ndarray) -> None:
     """out = silu(gate) * up, rounded after each; gate_up [T, 2 I] holds gate, then up; out [T, I]."""
     inner = out.shape[1]
@@ -108,7 +109,7 @@ def _rotate(head: np.ndarray, cos: np.ndarray, sin: np.ndarray, out: np.ndarray)
         out_high[d] = load(store(load(direct) + load(turned), like))
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def rope_and_write(
     qkv: np.ndarray,
     cos: np.ndarray,

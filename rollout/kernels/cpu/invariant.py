@@ -116,11 +116,27 @@ def _elementwise(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[
     return build
 
 
+def _in_place(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Callable[..., torch.Tensor]]:
+    def build(original: Any) -> Callable[..., torch.Tensor]:
+        def replaced(keys: Any, x: torch.Tensor) -> torch.Tensor:
+            if x.dtype in _SUPPORTED:
+                return x.copy_(function(x))
+            original.call_boxed(keys, x)
+            return x
+
+        return replaced
+
+    return build
+
+
 def _rsqrt(original: Any) -> Callable[..., torch.Tensor]:
     def rsqrt(keys: Any, x: torch.Tensor) -> torch.Tensor:
         # float32 1/sqrt rounds every step correctly in vector body and tail alike; the bfloat16 kernel does not.
-        result: torch.Tensor = original.call_boxed(keys, x.float() if x.dtype == torch.bfloat16 else x)
-        return result.to(x.dtype)
+        if x.dtype != torch.bfloat16:
+            result: torch.Tensor = original.call_boxed(keys, x)
+            return result
+        widened: torch.Tensor = original.call_boxed(keys, x.float())
+        return widened.bfloat16()
 
     return rsqrt
 
@@ -134,7 +150,7 @@ def _reduction(original: Any) -> Callable[..., torch.Tensor]:
         *,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        dims = [d % x.dim() for d in dim] if dim else list(range(x.dim()))
+        dims = [d % x.dim() for d in dim] if dim and x.dim() else list(range(x.dim()))
         outputs = x.numel()
         for d in dims:
             outputs //= max(x.size(d), 1)
@@ -160,7 +176,7 @@ def _mean(original: Any) -> Callable[..., torch.Tensor]:
         *,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        last = dim is not None and len(dim) == 1 and dim[0] in (-1, x.dim() - 1)
+        last = x.dim() > 0 and dim is not None and len(dim) == 1 and dim[0] in (-1, x.dim() - 1)
         if not last or x.dtype != torch.float32 or dtype not in (None, torch.float32) or x.numel() == 0:
             return guarded(keys, x, dim, keepdim, dtype=dtype)
         # RMSNorm's mean: the order that the rollout's fused norm uses, for any number of rows.
@@ -177,6 +193,8 @@ _REPLACEMENTS: dict[str, Callable[[Any], Callable[..., torch.Tensor]]] = {
     "bmm": _bmm,
     "silu": _elementwise(activation.silu),
     "sigmoid": _elementwise(activation.sigmoid),
+    "silu_": _in_place(activation.silu),
+    "sigmoid_": _in_place(activation.sigmoid),
     "rsqrt": _rsqrt,
     "sum.dim_IntList": _reduction,
     "mean.dim": _mean,

@@ -15,6 +15,7 @@ from rollout.kernels.base import Capabilities, Decoder, KernelSet, KVLayout, KVS
 from rollout.kernels.cpu import invariant
 from rollout.kernels.cpu.attention import paged_attention
 from rollout.kernels.cpu.attention_backward import attention_backward
+from rollout.kernels.cpu.compiler import source_digest
 from rollout.kernels.cpu.decoder import ARCHITECTURES as FUSED_ARCHITECTURES
 from rollout.kernels.cpu.decoder import FusedDecoder
 from rollout.kernels.cpu.parallel import run_split
@@ -190,6 +191,7 @@ class CpuKernelSet(KernelSet):
             "norm": "transformers eager, mean in 16 lanes",
             "rope": "transformers eager, float64 cos and sin",
             "log_softmax": "aten._log_softmax",
+            "source": source_digest(),
             "sampler": "zerodrift.cpu.sampler",
         }
 

@@ -49,7 +49,7 @@ def _checked_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
                 raise ParityError(
                     f"linear {tuple(weight.shape)} in {weight.dtype}: {rows} rows padded to a multiple of {ROW_TILE} "
                     f"differ from {x.size(0)} rows on this processor ({torch.backends.cpu.get_cpu_capability()}); "
-                    "use model.dtype=float32, or another machine"
+                    "nothing computed here could be exact: use another dtype (model.dtype) or another machine"
                 )
     return wanted
 

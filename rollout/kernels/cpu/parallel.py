@@ -34,7 +34,7 @@ def run_split(job_range: Callable[[int, int], None], costs: npt.NDArray[np.int64
         job_range(0, len(costs))
         return
     goals = total * np.arange(1, shares) // shares
-    edges = [0, *np.searchsorted(np.cumsum(costs), goals, side="left").tolist(), len(costs)]
+    edges = [0, *np.searchsorted(np.cumsum(costs), goals, side="right").tolist(), len(costs)]
     futures: list[Future[None]] = [_pool().submit(job_range, a, b) for a, b in itertools.pairwise(edges[1:])]
     job_range(edges[0], edges[1])
     for future in futures:

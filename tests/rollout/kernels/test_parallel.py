@@ -48,9 +48,6 @@ def test_work_is_split_only_when_it_pays() -> None:
     assert shares([], 2) == [(0, 0)]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a job that ends exactly at, or crosses, a share's goal is left to the next share"
-)
 @pytest.mark.parametrize("jobs", [2, 4, 10])
 def test_equal_jobs_are_shared_evenly(jobs: int) -> None:
     """No share is more than a job above the mean; a decoding sequence with 2 KV heads is the common case."""
