@@ -140,6 +140,10 @@ def main() -> None:
     _register_bridge()
     try:
         app()
+    except OSError as error:
+        # A file or an address that the caller named.
+        typer.echo(f"zerodrift: {error}", err=True)
+        sys.exit(2)
     except RolloutError as error:
         typer.echo(f"zerodrift: {error.message}", err=True)
         sys.exit(2 if isinstance(error, InvalidRequest) else 1)

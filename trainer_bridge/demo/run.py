@@ -21,6 +21,7 @@ from trainer_bridge.demo.records import RunRecord, StepRecord
 from trainer_bridge.demo.sabotage import Sabotage, plant_kernels, plant_temperature, plant_weights
 from trainer_bridge.demo.task import Problem, Task
 from trainer_bridge.demo.view import View
+from trainer_bridge.forward import TrainingSample
 from trainer_bridge.handshake import diff_manifests
 from trainer_bridge.records import Comparison
 from trainer_bridge.report import verdict
@@ -134,12 +135,9 @@ class DemoRun:
             scored = await asyncio.to_thread(self._learn, records, rewards)
         train_s = time.monotonic() - began
         aligned = _comparison(records, scored)
-        began = time.monotonic()
-        with self._view.phase(step, "weights over gRPC"):
-            await client.update_weights(
-                self._trainer.tensors(), version=info.weights.version + 1, digest=self._trainer.digest()
-            )
-            await self._check_weights(client)
+        update_s = 0.0
+        if aligned.bitwise_equal and not self._findings:
+            update_s = await self._push(client, step, info.weights.version + 1)
         groups = [rewards[i : i + options.group] for i in range(0, len(rewards), options.group)]
         return StepRecord(
             step=step,
@@ -152,8 +150,16 @@ class DemoRun:
             distinct_siblings=all(_distinct(r) for r in results),
             rollout_s=rollout_s,
             train_s=train_s,
-            update_s=time.monotonic() - began,
+            update_s=update_s,
         )
+
+    async def _push(self, client: AsyncRolloutClient, step: int, version: int) -> float:
+        """Send the trainer's weights and compare digests; seconds it took. Weights of a broken step are not sent."""
+        began = time.monotonic()
+        with self._view.phase(step, "weights over gRPC"):
+            await client.update_weights(self._trainer.tensors(), version=version, digest=self._trainer.digest())
+            await self._check_weights(client)
+        return time.monotonic() - began
 
     async def _rollout(
         self, client: AsyncRolloutClient, step: int, problems: Sequence[Problem]
@@ -180,8 +186,19 @@ class DemoRun:
     def _learn(self, records: list[RolloutRecord], rewards: list[float]) -> ScoredBatch:
         advantages = group_advantages(rewards, self._options.group)
         samples = plant_temperature([training_sample(r) for r in records], self._options.sabotage)
+        self._check_temperatures(records, samples)
         batch = [TrainedSample(s, a) for s, a in zip(samples, advantages, strict=True)]
         return self._trainer.learn(batch, micro_batch=self._options.micro_batch, digests=self._options.full)
+
+    def _check_temperatures(self, records: list[RolloutRecord], samples: Sequence[TrainingSample]) -> None:
+        for record, sample in zip(records, samples, strict=True):
+            sampled = record.sampling.temperature if record.sampling is not None else None
+            if sampled != sample.temperature:
+                self._findings.append(
+                    f"temperature: sampled at {sampled}, scored at {sample.temperature}; first in request "
+                    f"{record.request_id!r} sample {record.sample_index}"
+                )
+                return
 
     def _ordinary_comparison(self, records: list[RolloutRecord]) -> Comparison:
         samples = [training_sample(r) for r in records]

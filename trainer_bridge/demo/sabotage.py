@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -53,6 +53,10 @@ class SdpaKernels(CpuKernelSet):
             )
             outs.append(out[0].transpose(0, 1))
         return torch.cat(outs)
+
+    def providers(self) -> Mapping[str, str]:
+        """As a trainer that fell back to SDPA would truthfully say; the tokens are compared all the same."""
+        return dict(super().providers()) | {"attention": "torch.scaled_dot_product_attention"}
 
 
 def plant_kernels(trainer: Trainer, sabotage: Sabotage | None) -> None:

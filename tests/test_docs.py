@@ -1,0 +1,53 @@
+"""Documents name what exists: verbs, settings, links, modules."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rollout.config import describe
+from rollout.v1 import rollout_pb2
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_and_modules_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert (page.parent / link).exists(), link
+    for path in re.findall(r"`((?:rollout|trainer_bridge|proto|configs|tests)/[\w/.]+)`", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_readme_commands_exist() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    source = (ROOT / "rollout/cli.py").read_text() + (ROOT / "trainer_bridge/cli.py").read_text()
+    for verb in set(re.findall(r"^zerodrift (\w+)", text, re.M)):
+        assert re.search(rf"def {verb}\(|name=\"{verb}\"", source), verb
+    for target in set(re.findall(r"^make ([\w-]+)", text, re.M)):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), target
+    settings = {leaf.key for leaf in describe()}
+    for key in set(re.findall(r" ([a-z]+\.[a-z_]+)=", text)):
+        assert key in settings, key
+
+
+def test_readme_python_compiles() -> None:
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S):
+        compile(block, "README.md", "exec")
+
+
+def test_the_figures_of_the_readme_agree_with_each_other() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d) \| v\d \| ([\d,]+) \| \*\*([\d,]+)\*\*", text, re.M)
+    tokens = [int(r[1].replace(",", "")) for r in rows]
+    assert tokens == [int(r[2].replace(",", "")) for r in rows]
+    assert f"{sum(tokens):,} of {sum(tokens):,} tokens equal" in text
+
+
+def test_every_call_is_served() -> None:
+    names = {m.name for m in rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].methods}
+    assert names == {"Generate", "Score", "UpdateWeights", "GetServerInfo", "Abort", "Pause", "Resume"}
