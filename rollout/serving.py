@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -39,29 +40,37 @@ class Service:
 def ray_cluster(settings: Settings) -> Iterator[None]:
     """Connect to the configured Ray cluster, or start one here and stop it afterwards; a connected driver is reused."""
     if ray.is_initialized():
+        _check_cpus(settings)
         yield
         return
-    needed = settings.worker.count * settings.worker.num_cpus
     address = settings.ray.address
-    local: dict[str, Any] = {"num_cpus": settings.ray.num_cpus, "include_dashboard": False} if address is None else {}
+    # In a Ray job RAY_ADDRESS names the cluster; sizes belong to a cluster that is started here.
+    starting = address is None and not os.environ.get("RAY_ADDRESS")
+    sizes: dict[str, Any] = {"num_cpus": settings.ray.num_cpus, "include_dashboard": False} if starting else {}
     ray.init(
         address=address,
         namespace=settings.ray.namespace,
         log_to_driver=False,
         logging_level=logging.ERROR,
-        **local,
+        **sizes,
     )
     try:
-        have = ray.cluster_resources().get("CPU", 0.0)
-        if have < needed:
-            raise ConfigError(
-                f"{settings.worker.count} replicas of {settings.worker.num_cpus} CPUs need {needed}, the Ray cluster "
-                f"has {have}; lower worker.count or worker.num_cpus, or set ray.num_cpus",
-                field="worker.count",
-            )
+        _check_cpus(settings)
         yield
     finally:
         ray.shutdown()
+
+
+def _check_cpus(settings: Settings) -> None:
+    """Refuse replicas that could never be scheduled, before anyone waits for them."""
+    needed = settings.worker.count * settings.worker.num_cpus
+    have = ray.cluster_resources().get("CPU", 0.0)
+    if have < needed:
+        raise ConfigError(
+            f"{settings.worker.count} replicas of {settings.worker.num_cpus} CPUs need {needed}, the Ray cluster has "
+            f"{have}; lower worker.count or worker.num_cpus, or set ray.num_cpus",
+            field="worker.count",
+        )
 
 
 def _replicas(settings: Settings, path: Path, in_process: bool) -> list[Replica]:
