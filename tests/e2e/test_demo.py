@@ -48,7 +48,7 @@ async def test_faults_are_named_and_a_clean_run_is_exact(service: tuple[Service,
     for sabotage, said in expected.items():
         temperature = 0.7 if sabotage is Sabotage.TEMPERATURE else 1.0
         record, shown = await _run(service, dataclasses.replace(SMALL, sabotage=sabotage, temperature=temperature))
-        assert not record.exact and said in record.findings[0], sabotage
+        assert not record.exact and any(said in finding for finding in record.findings), sabotage
         assert not record.steps[0].aligned.bitwise_equal, sabotage
         assert "UNEQUAL" in shown
     record, shown = await _run(service, dataclasses.replace(SMALL, steps=2, full=True))
