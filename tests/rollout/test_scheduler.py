@@ -169,7 +169,7 @@ def test_admission_needs_the_prompt_and_one_page() -> None:
 
 
 def test_the_latest_is_preempted_and_comes_back_before_those_that_wait() -> None:
-    sched = scheduler(pages=4, running=3)
+    sched = scheduler(pages=4, running=2)
     for name, prompt in (("a", 16), ("b", 16), ("c", 1)):
         sched.add(sequence(prompt, most=45, name=name))
     while not sched.preempted:
@@ -184,10 +184,10 @@ def test_the_latest_is_preempted_and_comes_back_before_those_that_wait() -> None
 
 
 def test_a_sequence_gives_way_to_older_ones_also_when_it_is_the_one_that_grows() -> None:
-    sched = scheduler(pages=4, tokens=3, chunk=2, running=2)
-    sched.add(sequence(34, most=2, name="old"))
+    sched = scheduler(pages=5, tokens=3, chunk=1, running=2)
+    sched.add(sequence(34, most=14, name="old"))
     advance(sched)
-    sched.add(sequence(15, most=30, name="young"))
+    sched.add(sequence(16, most=60, name="young"))
     seen = []
     while sched.in_flight or sched.waiting:
         advance(sched)
