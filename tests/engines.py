@@ -83,6 +83,12 @@ def build_engine(
     return engine
 
 
+def wipe(engine: Engine) -> None:
+    """Drop every cached page, then fill the whole KV with NaN: nothing that was computed before can serve again."""
+    engine.restart_kv()
+    engine.store.poison()
+
+
 def sample(prompt: Sequence[int], sample_id: str = "s", index: int = 0, **sampling: Any) -> SampleRequest:
     """A request with row digests; 12 tokens and seed 1 unless told."""
     values = {"seed": 1, "max_tokens": 12, "ignore_eos": True} | sampling

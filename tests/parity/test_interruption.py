@@ -7,7 +7,7 @@ import pytest
 from rollout.engine import Engine
 from rollout.model import SharedModel
 from rollout.types import FinishReason, ScoreSequence
-from tests.engines import Record, build_engine, drain, isolated, random_prompt, rescore, run, sample, unequal
+from tests.engines import Record, build_engine, drain, isolated, random_prompt, rescore, run, sample, unequal, wipe
 
 PROMPT = random_prompt(37, 0)
 WHOLE = sample(PROMPT, index=3, seed=5, max_tokens=18)
@@ -76,8 +76,7 @@ def test_rebuilding_the_cache_midway(model: SharedModel, whole: tuple[object, ..
 
     def rebuild(taken: int) -> None:
         if taken == at:
-            engine.store.poison()
-            engine.restart_kv()
+            wipe(engine)
 
     assert drain(engine, record, between=rebuild).samples["s"].bits() == whole
 
