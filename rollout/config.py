@@ -63,6 +63,7 @@ class EngineSettings(_Section):
     max_waiting: int = Field(4096, ge=0, description="Most samples that wait; more are refused.")
     threads: int = Field(1, ge=1, description="CPU threads of one engine.")
     chunk_size: int = Field(256, ge=1, description="Most prompt tokens of one sample in one step.")
+    prefix_cache: bool = Field(True, description="Whether full KV pages are shared and kept for equal prefixes.")
 
     @model_validator(mode="after")
     def _whole_pages(self) -> Self:

@@ -8,6 +8,7 @@ between steps.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +17,12 @@ import torch
 from rollout.attention import PagedStep
 from rollout.batch import StepBatch, build_batch
 from rollout.detokenize import Detokenizer
-from rollout.errors import DuplicateRequest, InvalidRequest, NotFound, RolloutError
+from rollout.errors import DuplicateRequest, InvalidRequest, NotFound, ParityError, RolloutError
 from rollout.kernels.base import KVLayout
 from rollout.kvcache import PageAllocator
 from rollout.logprobs import effective_temperature, row_digests
-from rollout.model import SharedModel
+from rollout.model import SharedModel, config_digest_source
+from rollout.prefix_cache import PrefixIndex
 from rollout.sampling import sample_seed, validate_sampling
 from rollout.scheduler import Scheduler, SchedulerLimits
 from rollout.sequence import Sequence
@@ -58,6 +60,13 @@ class FailureEvent:
 Event = SampleEvent | ScoreEvent | FailureEvent
 
 
+def _identity(model: SharedModel) -> bytes:
+    """What besides weights and tokens decides the content of a KV page."""
+    kernels = model.kernels
+    source = f"{kernels.name}/{kernels.page_size}/{model.spec.dtype}/{config_digest_source(model)}"
+    return hashlib.blake2b(source.encode(), digest_size=16).digest()
+
+
 class Engine:
     """One model replica's step machine."""
 
@@ -71,6 +80,7 @@ class Engine:
         weight_version: int = 0,
         name: str = "engine",
         fused: bool = True,
+        prefix_cache: bool = True,
     ) -> None:
         if limits.max_running > limits.max_batch_tokens:
             raise InvalidRequest(
@@ -88,7 +98,7 @@ class Engine:
         self.model = model
         self.name = name
         self.weight_version = weight_version
-        self.pages = PageAllocator(num_pages)
+        self.pages = PageAllocator(num_pages, PrefixIndex(_identity(model), weight_version) if prefix_cache else None)
         self.scheduler = Scheduler(limits, self.pages)
         self.store = model.kernels.allocate_kv(
             KVLayout(spec.num_layers, num_pages, limits.page_size, spec.num_kv_heads, spec.head_dim, spec.dtype)
@@ -194,9 +204,8 @@ class Engine:
         self.restart_kv()
 
     def restart_kv(self) -> None:
-        """Forget every running sequence's KV: it is rebuilt before its next token (weights changed)."""
-        for sequence in self.scheduler.running:
-            sequence.num_computed = 0
+        """Forget all KV, cached pages included: running sequences rebuild theirs before their next token."""
+        self.scheduler.restart_kv(self.weight_version)
 
     @property
     def live_ids(self) -> list[str]:
@@ -205,8 +214,8 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Sequences in the batch."""
-        return len(self.scheduler.running)
+        """Sequences admitted and not ended, those preempted for the moment included."""
+        return len(self.scheduler.in_flight)
 
     @property
     def num_waiting(self) -> int:
@@ -221,17 +230,17 @@ class Engine:
         scheduled = self.scheduler.schedule()
         if not scheduled:
             return []
-        for rows in scheduled:
-            self.scheduler.ensure_pages(rows.sequence, rows.sequence.num_computed + rows.count)
         batch = build_batch(scheduled, self.scheduler.limits.page_size)
         hidden = self._hidden_states(batch)
+        for rows in scheduled:
+            rows.sequence.num_computed += rows.count
         events: list[Event] = []
         if len(batch.output_rows):
             self._emit(batch, hidden[batch.output_rows], events)
         for rows in scheduled:
             sequence = rows.sequence
             if sequence.finish is None and sequence.sample_id in self._live:
-                sequence.num_computed += rows.count
+                self.scheduler.tables.register(sequence)
                 if sequence.score is not None and sequence.num_uncomputed == 0:
                     events.append(self._finish_score(sequence))
         return events
@@ -252,7 +261,7 @@ class Engine:
             digest = digests[i] if digests is not None and sequence.row_digests else None
             if token.error is not None:
                 if sequence.sample_id in self._live:
-                    self._retire(sequence)
+                    self._retire(sequence, spoiled=isinstance(token.error, ParityError))
                     events.append(FailureEvent(sequence.sample_id, token.error))
             elif sequence.score is not None:
                 at = position + 1 - sequence.score.start
@@ -288,8 +297,10 @@ class Engine:
 
     # ---- ends ---------------------------------------------------------------------------------------------------
 
-    def _retire(self, sequence: Sequence) -> SampleSummary | None:
-        self.scheduler.remove(sequence)
+    def _retire(self, sequence: Sequence, *, spoiled: bool = False) -> SampleSummary | None:
+        if not spoiled:
+            self.scheduler.tables.register(sequence)
+        self.scheduler.remove(sequence, spoiled=spoiled)
         del self._live[sequence.sample_id]
         if sequence.request is None or sequence.finish is None:
             return None
@@ -299,6 +310,7 @@ class Engine:
             finish=sequence.finish,
             spans=tuple(sequence.spans),
             text=self._text(sequence),
+            num_cached_tokens=sequence.num_cached_tokens,
             replica=self.name,
         )
 

@@ -146,7 +146,7 @@ class EngineThread:
             )
         self.engine.scheduler.hold_admission = True
         if policy is UpdatePolicy.ABORT:
-            running = [s.sample_id for s in self.engine.scheduler.running if s.request is not None]
+            running = [s.sample_id for s in self.engine.scheduler.in_flight if s.request is not None]
             self.outbox.put([self.engine.abort(i, "weight update") for i in running])
         if policy is UpdatePolicy.WAIT:
             self._draining = done

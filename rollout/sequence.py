@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from rollout.prefix_cache import CachedPage
 from rollout.stopping import Stopper
 from rollout.types import FinishDetail, SampleRequest, ScoreSequence, VersionSpan
 
@@ -33,8 +34,19 @@ class Sequence:
     num_computed: int = 0
     """leading tokens whose KV is in the cache"""
     pages: list[int] = field(default_factory=list)
-    promised_pages: int = 0
-    """pages still promised, not taken"""
+    chain: list[CachedPage] = field(default_factory=list)
+    """index entries of the leading pages that are indexed; they are the first of ``pages``"""
+    page_keys: list[bytes] = field(default_factory=list)
+    """content keys of leading full pages, as far as anyone asked; valid under ``key_root``"""
+    key_root: bytes = b""
+    kv_version: int = -1
+    """weight version that the KV in ``pages`` was computed under"""
+    num_seen: int = 0
+    """most leading tokens whose KV it ever had"""
+    num_cached_tokens: int = 0
+    """prompt tokens whose KV came from the prefix cache the first time they were needed"""
+    arrival: int = -1
+    """place in the order of arrival"""
     spans: list[VersionSpan] = field(default_factory=list)
     score_logprobs: npt.NDArray[np.float32] | None = None
     score_digests: npt.NDArray[np.uint64] | None = None
@@ -51,6 +63,11 @@ class Sequence:
         """Tokens to feed before the next one can be sampled; for scoring the last token is never fed."""
         total = len(self.token_ids) - (1 if self.score is not None else 0)
         return total - self.num_computed
+
+    @property
+    def num_reusable(self) -> int:
+        """Leading tokens whose rows need not be computed here: at least one row is, and all whose logits are wanted."""
+        return self.score.start - 1 if self.score is not None else len(self.token_ids) - 1
 
     @property
     def decoding(self) -> bool:

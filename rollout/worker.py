@@ -79,6 +79,7 @@ class Worker:
             kv_cache_tokens=engine.kv_cache_tokens,
             tokenizer=load_tokenizer(settings, folder),
             name=name,
+            prefix_cache=engine.prefix_cache,
         )
         self._manifest = build_manifest(model)
         self._thread = EngineThread(self._engine, WeightState(0, model_digest(model)), threads=engine.threads)

@@ -63,15 +63,30 @@ def build_engine(
     shuffle: int | None = None,
     version: int = 0,
     fused: bool = True,
+    prefix_cache: bool = True,
 ) -> Engine:
     """An engine whose KV starts as NaN, so that a read of anything unwritten shows."""
     page = model.kernels.page_size
     limits = SchedulerLimits(batch_tokens, min(running, batch_tokens), waiting, chunk, page)
-    engine = Engine(model, limits, kv_cache_tokens=kv_tokens, tokenizer=tokenizer, weight_version=version, fused=fused)
+    engine = Engine(
+        model,
+        limits,
+        kv_cache_tokens=kv_tokens,
+        tokenizer=tokenizer,
+        weight_version=version,
+        fused=fused,
+        prefix_cache=prefix_cache,
+    )
     engine.store.poison()
     if shuffle is not None:
         engine.pages.shuffle(random.Random(shuffle))
     return engine
+
+
+def wipe(engine: Engine) -> None:
+    """Drop every cached page, then fill the whole KV with NaN: nothing that was computed before can serve again."""
+    engine.restart_kv()
+    engine.store.poison()
 
 
 def sample(prompt: Sequence[int], sample_id: str = "s", index: int = 0, **sampling: Any) -> SampleRequest:
@@ -177,11 +192,11 @@ def drain(
             if not engine.live_ids:
                 break
             record.take(engine.step())
-            engine.pages.check()
+            engine.scheduler.check()
     if steps == MAX_STEPS:
         assert not engine.live_ids, f"{len(engine.live_ids)} samples are still live after {steps} steps"
     if not engine.live_ids:
-        assert engine.pages.num_unpromised == engine.pages.num_pages, "pages are missing after a drain"
+        assert engine.pages.num_free == engine.pages.num_pages, "pages are missing after a drain"
     return record
 
 

@@ -125,6 +125,7 @@ def make_engine(settings: Settings) -> Engine:
         limits,
         kv_cache_tokens=e.kv_cache_tokens,
         tokenizer=load_tokenizer(settings, path),
+        prefix_cache=e.prefix_cache,
     )
 
 
@@ -299,10 +300,10 @@ async def assert_idle(client: AsyncRolloutClient) -> None:
 
 
 def check_pages(service: Service) -> None:
-    """The allocator's own books, promises included."""
+    """The books balance and no sequence holds a page."""
     for thread in engine_threads(service):
-        thread.engine.pages.check()
-        assert thread.engine.pages.num_unpromised == thread.engine.pages.num_pages
+        thread.engine.scheduler.check()
+        assert thread.engine.pages.num_free == thread.engine.pages.num_pages
 
 
 def is_failure(event: Event) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from rollout.engine import Engine
 from rollout.model import SharedModel
-from rollout.types import FinishReason
-from tests.engines import Record, build_engine, drain, isolated, random_prompt, run, sample, unequal
+from rollout.types import FinishReason, ScoreSequence
+from tests.engines import Record, build_engine, drain, isolated, random_prompt, rescore, run, sample, unequal, wipe
 
 PROMPT = random_prompt(37, 0)
 WHOLE = sample(PROMPT, index=3, seed=5, max_tokens=18)
@@ -75,7 +76,80 @@ def test_rebuilding_the_cache_midway(model: SharedModel, whole: tuple[object, ..
 
     def rebuild(taken: int) -> None:
         if taken == at:
-            engine.store.poison()
-            engine.restart_kv()
+            wipe(engine)
 
     assert drain(engine, record, between=rebuild).samples["s"].bits() == whole
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_preemption_at_every_step(model: SharedModel, prefix_cache: bool) -> None:
+    """D6: ten tokens, pages taken away before each step in turn, and once before every step that makes progress."""
+    request = sample(PROMPT, index=3, seed=5, max_tokens=10)
+    expected = isolated(model, request).bits()
+    chunks = 4
+    for at in range(1, chunks + 10):
+        engine, record = build_engine(model, chunk=10, prefix_cache=prefix_cache), Record()
+        engine.add(engine.effective_request(request))
+
+        def preempt(taken: int, engine: Engine = engine, at: int = at) -> None:
+            if taken == at and engine.scheduler.running:
+                if not prefix_cache:
+                    engine.store.poison()
+                engine.scheduler.preempt(engine.scheduler.running[0])
+
+        drain(engine, record, between=preempt)
+        assert engine.scheduler.num_preemptions == (at < chunks + 9)
+        assert record.samples["s"].bits() == expected, at
+
+
+def test_preemption_after_every_token(model: SharedModel, whole: tuple[object, ...]) -> None:
+    engine, record = build_engine(model, chunk=100, batch_tokens=100), Record()
+    engine.add(engine.effective_request(WHOLE))
+
+    def preempt(taken: int) -> None:
+        if engine.scheduler.running:
+            engine.scheduler.preempt(engine.scheduler.running[0])
+
+    assert drain(engine, record, between=preempt).samples["s"].bits() == whole
+    assert engine.scheduler.num_preemptions == 17
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_preemption_of_a_score(model: SharedModel, at: int) -> None:
+    ids = random_prompt(80, 4)
+    (expected,) = rescore(build_engine(model), [ids], [40], [1.0])
+    engine, record = build_engine(model), Record()
+    engine.add_score("z", ScoreSequence(ids, 40), temperature=1.0, want_digests=True)
+
+    def preempt(taken: int) -> None:
+        if taken == at:
+            engine.scheduler.preempt(engine.scheduler.running[0])
+
+    score = drain(engine, record, between=preempt).samples["z"].score
+    assert score is not None and score.row_digests is not None and expected.row_digests is not None
+    assert unequal(score.logprobs, expected.logprobs) == 0
+    assert score.row_digests.tolist() == expected.row_digests.tolist()
+
+
+def test_a_pool_too_small_for_all(model: SharedModel) -> None:
+    """Preempted for want of pages, not by hand; the cache holds what two of six would need at their ends."""
+    requests = [sample(random_prompt(10 + i, i), f"s{i}", i, max_tokens=50) for i in range(6)]
+    engine = build_engine(model, kv_tokens=9 * 16)
+    samples = run(engine, requests)
+    assert engine.scheduler.num_preemptions > 3
+    assert all(samples[r.sample_id].bits() == isolated(model, r).bits() for r in requests)
+
+
+def test_a_stream_that_restarts_at_a_preemption_is_caught(qwen3: SharedModel) -> None:
+    """Negative control: positions counted from the resume on, as in the report behind D6."""
+    request = sample(PROMPT, index=3, seed=5, max_tokens=10)
+    engine, record = build_engine(qwen3), Record()
+    engine.add(engine.effective_request(request))
+
+    def preempt(taken: int) -> None:
+        if taken == 6:
+            (sequence,) = engine.scheduler.running
+            engine.scheduler.preempt(sequence)
+            sequence.seed += 1
+
+    assert drain(engine, record, between=preempt).samples["s"].bits() != isolated(qwen3, request).bits()

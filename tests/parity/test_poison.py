@@ -28,9 +28,13 @@ def test_zeros_and_nan_in_unused_slots_are_the_same(model: SharedModel) -> None:
 
 
 def poison_unused(engine: Engine) -> int:
-    """NaN into every free page and into every slot past what a sequence has computed; returns the slots poisoned."""
+    """NaN into every free page and into every slot past what a sequence has computed; returns the slots poisoned.
+
+    Pages kept for reuse are full and stay as they are.
+    """
     store, page_size = store_of(engine), engine.scheduler.limits.page_size
     used = torch.zeros(engine.pages.num_pages, page_size, dtype=torch.bool)
+    used[engine.pages.cached_pages] = True
     for sequence in engine.scheduler.running:
         for position in range(sequence.num_computed):
             used[sequence.pages[position // page_size], position % page_size] = True
@@ -40,9 +44,10 @@ def poison_unused(engine: Engine) -> int:
     return int(unused.sum())
 
 
-def test_poison_before_every_step(model: SharedModel) -> None:
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_poison_before_every_step(model: SharedModel, prefix_cache: bool) -> None:
     """Also what finished samples left behind, and what a running one has not yet written."""
-    engine, record = build_engine(model, kv_tokens=512, running=4), Record()
+    engine, record = build_engine(model, kv_tokens=512, running=4, prefix_cache=prefix_cache), Record()
     for request in REQUESTS:
         engine.add(engine.effective_request(request))
     counts: list[int] = []

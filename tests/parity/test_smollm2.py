@@ -25,6 +25,7 @@ from tests.engines import (
     train_forward,
     training_sample,
     unequal,
+    wipe,
 )
 from tests.oracle.dense import DenseOracle
 from trainer_bridge.contrast import OrdinaryTrainer
@@ -69,10 +70,10 @@ def test_three_ways(bf16: SharedModel, engine: Engine, tokenizer: Detokenizer) -
     with torch_threads(2):
         generated = run(engine, requests)
     with torch_threads(1):
-        engine.store.poison()
+        wipe(engine)
         assert_three_ways_equal(bf16, requests, generated, engine)
         for request in (requests[2], requests[-2]):
-            engine.store.poison()
+            wipe(engine)
             assert run(engine, [request])[request.sample_id].bits() == generated[request.sample_id].bits()
     chats = requests[-3:]
     samples = [training_sample(r, generated[r.sample_id]) for r in chats]
@@ -90,7 +91,7 @@ def test_float32(smollm2_path: Path, tokenizer: Detokenizer) -> None:
     ]
     one = build_engine(model, **SIZES)
     generated = run(one, requests)
-    one.store.poison()
+    wipe(one)
     assert_three_ways_equal(model, requests, generated, one)
     samples = [training_sample(r, generated[r.sample_id]) for r in requests]
     outside = train_forward(model, samples, aligned=False, micro_batch=1)

@@ -191,8 +191,8 @@ def test_abort(model: SharedModel, free: Generated, after: int) -> None:
     lengths_agree(one)
     assert summary_of(one).finish == FinishDetail(ABORTED, message="why")
     assert one.token_ids == free.token_ids[: max(0, after - 1)]
-    assert engine.pages.num_unpromised == engine.pages.num_pages and not engine.live_ids
-    engine.pages.check()
+    assert engine.pages.num_free == engine.pages.num_pages and not engine.live_ids
+    engine.scheduler.check()
     with pytest.raises(NotFound, match="'s'"):
         engine.abort("s", "again")
 
@@ -205,7 +205,7 @@ def test_abort_of_a_score_and_of_a_waiting_sample(model: SharedModel) -> None:
     assert (engine.num_running, engine.num_waiting) == (1, 1)
     assert engine.abort("waiting", "x").summary is not None
     assert engine.abort("score", "x").summary is None
-    assert engine.pages.num_unpromised == engine.pages.num_pages and (engine.num_running, engine.num_waiting) == (0, 0)
+    assert engine.pages.num_free == engine.pages.num_pages and (engine.num_running, engine.num_waiting) == (0, 0)
 
 
 # ---- n samples (D1) ---------------------------------------------------------------------------------------------

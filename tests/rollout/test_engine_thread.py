@@ -302,3 +302,37 @@ def test_abort_of_a_paused_engine_with_a_running_score(thread: EngineThread) -> 
     done = answered(waiting)
     thread.release().result(LIMIT_S)
     assert done, "the drain can never end: the score does not run while paused and is not aborted"
+
+
+def test_wait_also_waits_for_a_preempted_sample(thread: EngineThread) -> None:
+    """It ran before the update began, so it ends under the weights that it began with; what never ran does not."""
+    add(thread, tokens=40)
+    some = some_tokens(thread)
+    thread.pause().result(LIMIT_S)
+
+    def preempt(engine: Engine = thread.engine) -> int:
+        engine.scheduler.preempt(engine.scheduler.running[0])
+        return engine.num_running
+
+    assert thread.call(preempt).result(LIMIT_S) == 1
+    with pytest.raises(WeightUpdateError, match="1 running samples"):
+        thread.quiesce(UpdatePolicy.WAIT).result(LIMIT_S)
+    add(thread, name="later", tokens=4)
+    stage(thread, 1, 1.2)
+    thread.resume().result(LIMIT_S)
+    thread.quiesce(UpdatePolicy.WAIT).result(LIMIT_S)
+    thread.commit().result(LIMIT_S)
+    thread.release().result(LIMIT_S)
+    samples = read_until_end(thread, {"s", "later"}, some)
+    assert set(samples["s"].versions) == {0} and len(samples["s"].token_ids) == 40
+
+
+def test_abort_also_ends_a_preempted_sample(thread: EngineThread) -> None:
+    add(thread, tokens=LONG)
+    record = some_tokens(thread)
+    thread.pause().result(LIMIT_S)
+    thread.call(lambda: thread.engine.scheduler.preempt(thread.engine.scheduler.running[0])).result(LIMIT_S)
+    thread.quiesce(UpdatePolicy.ABORT).result(LIMIT_S)
+    one = read_until_end(thread, {"s"}, record)["s"]
+    assert one.summary is not None and one.summary.finish.reason is FinishReason.ABORTED and one.token_ids
+    thread.release().result(LIMIT_S)

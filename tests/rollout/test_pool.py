@@ -176,7 +176,7 @@ async def test_abort_by_name_and_of_all(tiny_qwen3_path: Path) -> None:
         assert await soon(pool.abort("")) == 4
         await soon(asyncio.gather(*tasks))
         assert pool.num_live == 0
-        assert all(not t.engine.live_ids and t.engine.pages.num_unpromised == t.engine.pages.num_pages for t in threads)
+        assert all(not t.engine.live_ids and t.engine.pages.num_free == t.engine.pages.num_pages for t in threads)
 
 
 async def test_closing_the_iterator_frees_everything(tiny_qwen3_path: Path) -> None:
@@ -187,7 +187,7 @@ async def test_closing_the_iterator_frees_everything(tiny_qwen3_path: Path) -> N
             assert len(thread.engine.live_ids) == 3, "control: they run"
             gate.open()
         assert thread.engine.live_ids == []
-        assert thread.engine.pages.num_unpromised == thread.engine.pages.num_pages
+        assert thread.engine.pages.num_free == thread.engine.pages.num_pages
         assert pool.num_live == 0
 
 
@@ -212,8 +212,8 @@ async def test_every_sample_is_answered_once_also_when_clients_leave(tiny_qwen3_
         assert [g for g in got if g is not None] == [e for i, e in enumerate(expected) if i % 3]
         assert pool.num_live == 0
         for thread in threads:
-            thread.engine.pages.check()
-            assert thread.engine.pages.num_unpromised == thread.engine.pages.num_pages
+            thread.engine.scheduler.check()
+            assert thread.engine.pages.num_free == thread.engine.pages.num_pages
 
 
 @pytest.mark.parametrize(("n", "index", "field"), [(0, 0, "n"), (17, 0, "n"), (1, -1, "sample_index")])
