@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,12 +13,14 @@ import grpc.aio
 
 from rollout import codec
 from rollout.backend import Backend
-from rollout.errors import DuplicateRequest
+from rollout.errors import DuplicateRequest, RolloutError
 from rollout.types import TensorChunk
 from rollout.v1 import rollout_pb2 as pb
 from rollout.v1 import rollout_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_DRAIN_BYTES = 1 << 30
+_DRAIN_IDLE_S = 0.5
 
 
 @dataclass(slots=True)
@@ -56,11 +58,15 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         self, request_iterator: AsyncIterator[pb.UpdateWeightsRequest], context: Context
     ) -> pb.UpdateWeightsResponse:
         """Hand the backend a checked head and a stream of chunks; a bad chunk raises inside its iteration."""
-        first = await anext(aiter(request_iterator), pb.UpdateWeightsRequest())
-        codec.refuse_unknown_fields(first)
-        update = codec.update_from_proto(first)
-        async with aclosing(_chunks(request_iterator)) as chunks:
-            state = await self._backend.update_weights(update, chunks)
+        try:
+            first = await anext(aiter(request_iterator), pb.UpdateWeightsRequest())
+            codec.refuse_unknown_fields(first)
+            update = codec.update_from_proto(first)
+            async with aclosing(_chunks(request_iterator)) as chunks:
+                state = await self._backend.update_weights(update, chunks)
+        except RolloutError:
+            await _drain(request_iterator)
+            raise
         return pb.UpdateWeightsResponse(weights=codec.weights_to_proto(state))
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
@@ -106,6 +112,17 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         finally:
             del self._live[name]
             call.ended.set()
+
+
+async def _drain(messages: AsyncIterator[pb.UpdateWeightsRequest]) -> None:
+    """Read on, within limits, before a refusal: a sender that writes to an ended call sees grpc.aio's own
+    "Internal error from Core" in place of the reason."""
+    rest = aiter(messages)
+    size = 0
+    with suppress(TimeoutError, StopAsyncIteration):
+        while size < _DRAIN_BYTES:
+            async with asyncio.timeout(_DRAIN_IDLE_S):
+                size += (await anext(rest)).ByteSize()
 
 
 async def _chunks(messages: AsyncIterator[pb.UpdateWeightsRequest]) -> AsyncGenerator[TensorChunk, None]:

@@ -328,3 +328,14 @@ class TestUpdateWeights:
         with pytest.raises(WeightUpdateError, match="digest differs"):
             await client.update_weights([("a", np.zeros(3, np.float32))], version=2, digest="ab")
         assert backend.weights == WeightState(1, "01")
+
+
+async def test_a_refusal_during_a_large_update_keeps_its_reason() -> None:
+    """The sender is still writing when the head is refused: it must read why, not an internal error, every time."""
+    backend = FakeBackend()
+    async with serving(backend) as server, AsyncRolloutClient(address(server)) as client:
+        tensors = [(f"t{i}", np.zeros(1 << 20, np.float32)) for i in range(8)]
+        for _ in range(5):
+            backend.error = WeightUpdateError("version 1 does not exceed version 9 being served", field="begin.version")
+            with pytest.raises(WeightUpdateError, match="does not exceed"):
+                await client.update_weights(tensors, version=1, digest="ab" * 32, bucket_bytes=1 << 20)
