@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
 
+from rollout import cli
 from rollout.config import describe
 from rollout.v1 import rollout_pb2
+from trainer_bridge.cli import register
 
+if not any(c.callback is not None and c.callback.__name__ == "demo" for c in cli.app.registered_commands):
+    register(cli.app)
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -33,6 +39,17 @@ def test_readme_commands_exist() -> None:
     settings = {leaf.key for leaf in describe()}
     for key in set(re.findall(r" ([a-z]+\.[a-z_]+)=", text)):
         assert key in settings, key
+
+
+def test_readme_options_exist() -> None:
+    """Every command line shown is one that the parser takes; an unknown option raises."""
+    command = typer.main.get_command(cli.app)
+    lines = re.findall(r"^zerodrift (.+?)(?:\s+#.*)?$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    assert len(lines) >= 10
+    for line in lines:
+        verb, *args = shlex.split(line)
+        sub = command.commands[verb]  # type: ignore[attr-defined]
+        sub.make_context(verb, args, resilient_parsing=True)
 
 
 def test_readme_python_compiles() -> None:

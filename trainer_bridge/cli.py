@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from rollout.cli import Config, JsonFile, Overrides, write_json
 from rollout.errors import InvalidRequest
 
-Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file of settings.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="section.key=value, after all options.", metavar="[KEY=VALUE]...")
-]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 DEMO_OVERRIDES = ("worker.count=2", "server.port=0", "engine.kv_cache_tokens=16384", "log.level=warning")
 """The demo's settings where neither a file nor the caller says otherwise."""
 
@@ -25,11 +20,6 @@ def register(app: typer.Typer) -> None:
     app.command()(demo)
     app.command()(generate)
     app.command()(compare)
-
-
-def _write_json(path: Path | None, figures: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(figures, indent=1, allow_nan=False, default=str) + "\n", encoding="utf-8")
 
 
 def demo(
@@ -72,7 +62,7 @@ def demo(
     view = View(console if console.is_terminal else Console(width=140))
     run = asyncio.run(run_demo(settings, options, view))
     view.finished(run)
-    _write_json(json_file, run.to_json())
+    write_json(json_file, run.to_json())
     raise typer.Exit(0 if run.exact else 1)
 
 
@@ -81,7 +71,7 @@ def generate(
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
     prompts: Annotated[Path | None, typer.Option(help='JSONL of {"prompt": text} or {"prompt_ids": [...]}.')] = None,
     address: Annotated[str | None, typer.Option(help="A running service; else one is started for this call.")] = None,
-    n: Annotated[int, typer.Option(min=1, help="Samples of each prompt.")] = 1,
+    n: Annotated[int, typer.Option("--n", "-n", min=1, help="Samples of each prompt.")] = 1,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a sample.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="0 = off.")] = 0,
@@ -127,7 +117,7 @@ def compare(
 
     comparison = compare_rollouts(rollouts, _single_settings(config, overrides), micro_batch=micro_batch)
     render(comparison, Console())
-    _write_json(json_file, to_json(comparison))
+    write_json(json_file, to_json(comparison))
     raise typer.Exit(0 if comparison.has_data and comparison.bitwise_equal else 1)
 
 
