@@ -40,8 +40,8 @@ demo: setup ## the whole path on this machine: rollout, trainer, comparison by b
 test: model ## every test not marked slow
 	@$(BIN)/python -m pytest -x -q -m 'not slow'
 
-test-slow: model ## the tests marked slow
-	@$(BIN)/python -m pytest -x -q -m slow
+test-slow: model ## the tests marked slow (none so far)
+	@$(BIN)/python -m pytest -x -q -m slow || [ $$? -eq 5 ]
 
 lint: setup ## ruff, mypy, import order, buf, freshness of generated files
 	@$(BIN)/ruff check
