@@ -53,16 +53,14 @@ class TokenSampler:
             sampling = sequence.request.sampling
             if sampling.filtered:
                 keep = kept_tokens(logprobs, sampling, sequence.barred)
-            if keep is not None and not keep.any():
-                token = -1
-            elif sampling.greedy:
+                if not keep.any():
+                    nothing = InvalidRequest("the filters bar every token; nothing is left to sample", field="sampling")
+                    return SampledToken(-1, np.float32(np.nan), np.float32(np.nan), nothing)
+            if sampling.greedy:
                 candidates = logprobs if keep is None else np.where(keep, logprobs, np.float32(-np.inf))
                 token = int(np.argmax(candidates)) if not np.isnan(logprobs).any() else -1
             else:
                 token = self._draws.draw(logprobs, keep, sequence.seed, output.position)
-        if keep is not None and not keep.any():
-            nothing = InvalidRequest("the filters bar every token; nothing is left to sample", field="sampling")
-            return SampledToken(-1, np.float32(np.nan), np.float32(np.nan), nothing)
         if token < 0 or not np.isfinite(logprobs[token]):
             return SampledToken(token, np.float32(np.nan), np.float32(np.nan), self._broken_row(output))
         policy = np.float32(logprobs[token])

@@ -9,13 +9,11 @@ chunk, query length, page numbers or threads. The contract mirrors FlashAttentio
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba
 import numpy as np
-from numba.extending import overload
 
 from rollout.kernels.cpu.compiler import compiled
+from rollout.kernels.cpu.elements import load
 from rollout.kernels.cpu.numerics import exp_f32
 
 LANES = 16
@@ -23,25 +21,12 @@ _NEG_INF = np.float32(-np.inf)
 _ZERO = np.float32(0.0)
 
 
+@numba.njit(inline="always", error_model="numpy")
 def _widen(source: np.ndarray, target: np.ndarray) -> None:
-    """Copy a [rows, cols] block into float32 scratch; uint16 holds bfloat16 bits, the upper half of a float32."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(_widen)
-def _widen_by_dtype(source: Any, target: Any) -> Any:
-    def from_bfloat16(source: Any, target: Any) -> Any:
-        bits = target.view(np.uint32)
-        for r in range(source.shape[0]):
-            for c in range(source.shape[1]):
-                bits[r, c] = np.uint32(source[r, c]) << np.uint32(16)
-
-    def from_float32(source: Any, target: Any) -> Any:
-        for r in range(source.shape[0]):
-            for c in range(source.shape[1]):
-                target[r, c] = source[r, c]
-
-    return from_bfloat16 if source.dtype == numba.types.uint16 else from_float32
+    """Copy a [rows, cols] block of stored values into float32 scratch."""
+    for r in range(source.shape[0]):
+        for c in range(source.shape[1]):
+            target[r, c] = load(source[r, c])
 
 
 @numba.njit(inline="always", error_model="numpy")
