@@ -9,12 +9,9 @@ import torch
 
 from rollout.batch import OutputRow
 from rollout.errors import InvalidRequest, ParityError, RolloutError
-from rollout.kernels.cpu.sampler import CpuSampler
+from rollout.kernels.cpu.sampler import DRAW, GIVEN, GREEDY, CpuSampler
 from rollout.logprobs import policy_logprob_rows
-from rollout.sampling import behavior_logprob, kept_tokens
-
-_SLICE = 64
-"""Rows whose log-probs are held at once: bounds memory at a long prompt's scoring; rows are independent."""
+from rollout.sampling import MASK32, behavior_logprob, kept_tokens, row_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,43 +29,60 @@ class TokenSampler:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._draws = CpuSampler()
+        self._sampler = CpuSampler()
 
     def run(self, logits: torch.Tensor, outputs: tuple[OutputRow, ...]) -> list[SampledToken]:
         """logits [N, >= V] -> one SampledToken per row."""
+        logits = logits.cpu()
+        temperatures = torch.tensor([o.sequence.temperature for o in outputs], dtype=torch.float32)
+        kinds = torch.tensor([_kind(o) for o in outputs])
+        states = torch.tensor([row_state(o.sequence.seed, o.position) & MASK32 for o in outputs])
+        tokens = torch.tensor([_given(o) for o in outputs])
+        policy = self._sampler.sample(logits, self._vocab_size, temperatures, states, kinds, tokens).numpy()
         result: list[SampledToken] = []
-        for start in range(0, len(outputs), _SLICE):
-            part = outputs[start : start + _SLICE]
-            temperatures = torch.tensor([o.sequence.temperature for o in part], dtype=torch.float32)
-            rows = policy_logprob_rows(logits[start : start + len(part)], temperatures, self._vocab_size).cpu().numpy()
-            result.extend(self._row(row, output) for row, output in zip(rows, part, strict=True))
+        for i, (output, token) in enumerate(zip(outputs, tokens.tolist(), strict=True)):
+            request = output.sequence.request
+            if request is not None and request.sampling.filtered:
+                result.append(self._filtered(logits[i : i + 1], temperatures[i : i + 1], output))
+            elif token < 0 or not np.isfinite(policy[i]):
+                result.append(SampledToken(token, np.float32(np.nan), np.float32(np.nan), _broken_row(output)))
+            else:
+                result.append(SampledToken(token, policy[i], policy[i]))
         return result
 
-    def _row(self, logprobs: np.ndarray, output: OutputRow) -> SampledToken:
+    def _filtered(self, logits: torch.Tensor, temperature: torch.Tensor, output: OutputRow) -> SampledToken:
+        """A row whose distribution is cut: the whole row of log-probs is needed."""
         sequence = output.sequence
-        keep: np.ndarray | None = None
-        if sequence.request is None:
-            token = sequence.token_ids[output.position + 1]
+        assert sequence.request is not None
+        logprobs = policy_logprob_rows(logits, temperature, self._vocab_size).numpy()[0]
+        keep = kept_tokens(logprobs, sequence.request.sampling, sequence.barred)
+        if not keep.any():
+            nothing = InvalidRequest("the filters bar every token; nothing is left to sample", field="sampling")
+            return SampledToken(-1, np.float32(np.nan), np.float32(np.nan), nothing)
+        if sequence.request.sampling.greedy:
+            token = int(np.argmax(np.where(keep, logprobs, -np.inf))) if not np.isnan(logprobs).any() else -1
         else:
-            sampling = sequence.request.sampling
-            if sampling.filtered:
-                keep = kept_tokens(logprobs, sampling, sequence.barred)
-                if not keep.any():
-                    nothing = InvalidRequest("the filters bar every token; nothing is left to sample", field="sampling")
-                    return SampledToken(-1, np.float32(np.nan), np.float32(np.nan), nothing)
-            if sampling.greedy:
-                candidates = logprobs if keep is None else np.where(keep, logprobs, np.float32(-np.inf))
-                token = int(np.argmax(candidates)) if not np.isnan(logprobs).any() else -1
-            else:
-                token = self._draws.draw(logprobs, keep, sequence.seed, output.position)
+            token = self._sampler.draw(logprobs, keep, sequence.seed, output.position)
         if token < 0 or not np.isfinite(logprobs[token]):
-            return SampledToken(token, np.float32(np.nan), np.float32(np.nan), self._broken_row(output))
+            return SampledToken(token, np.float32(np.nan), np.float32(np.nan), _broken_row(output))
         policy = np.float32(logprobs[token])
         return SampledToken(token, policy, behavior_logprob(policy, logprobs, keep))
 
-    @staticmethod
-    def _broken_row(output: OutputRow) -> RolloutError:
-        return ParityError(
-            f"the model's logits after position {output.position} hold NaN or no finite candidate; "
-            "the weights being served are broken"
-        )
+
+def _kind(output: OutputRow) -> int:
+    request = output.sequence.request
+    if request is None:
+        return GIVEN
+    return GREEDY if request.sampling.greedy else DRAW
+
+
+def _given(output: OutputRow) -> int:
+    sequence = output.sequence
+    return sequence.token_ids[output.position + 1] if sequence.request is None else -1
+
+
+def _broken_row(output: OutputRow) -> RolloutError:
+    return ParityError(
+        f"the model's logits after position {output.position} hold NaN or no finite candidate; "
+        "the weights being served are broken"
+    )

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollout import token_sampler
 from rollout.errors import ParityError
-from rollout.kernels.cpu import invariant, sampler
+from rollout.kernels.cpu import invariant
 from rollout.model import SharedModel
 from rollout.types import SampleRequest
 from tests.engines import Record, build_engine, drain, isolated, random_prompt, run, sample, torch_threads
@@ -113,14 +114,14 @@ def test_page_numbers_do_not_matter(model: SharedModel, alone: tuple[object, ...
 def test_a_sampler_that_shares_noise_by_slot_is_caught(qwen3: SharedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Position counted per batch instead of per sequence: repeatable alone, changed by company."""
     calls = {"n": 0}
-    real = sampler.CpuSampler.draw
+    real = token_sampler.row_state
 
-    def by_call(self: sampler.CpuSampler, logprobs: Any, keep: Any, seed: int, position: int) -> int:
+    def by_call(seed: int, position: int) -> int:
         calls["n"] += 1
-        return real(self, logprobs, keep, seed, calls["n"])
+        return real(seed, calls["n"])
 
     expected = isolated(qwen3, VICTIM).bits()
-    monkeypatch.setattr(sampler.CpuSampler, "draw", by_call)
+    monkeypatch.setattr(token_sampler, "row_state", by_call)
     assert run(build_engine(qwen3), [*strangers(3, 4), VICTIM])["victim"].bits() != expected
 
 

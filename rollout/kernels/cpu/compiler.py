@@ -7,11 +7,12 @@ folder therefore carries a digest of every source of the package, which is also 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,20 @@ def cache_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="zerodrift-numba-"))
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``numba.njit`` without fast-math, with numpy's division, without the GIL, cached under ``cache_folder``."""
-    # The setting is read while a function is decorated; other users of numba keep theirs.
+@contextlib.contextmanager
+def caching() -> Iterator[None]:
+    """What is decorated inside is cached under ``cache_folder``; other users of numba keep their own setting."""
     config: Any = numba.config
     before = config.CACHE_DIR
     config.CACHE_DIR = str(cache_folder())
     try:
-        kernel: Callable[..., Any] = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
-        return kernel
+        yield
     finally:
         config.CACHE_DIR = before
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``numba.njit`` without fast-math, with numpy's division, without the GIL, cached under ``cache_folder``."""
+    with caching():
+        kernel: Callable[..., Any] = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+    return kernel

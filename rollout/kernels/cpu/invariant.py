@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rollout.kernels.cpu import activation
+from rollout.kernels.cpu import activation, logprob
 from rollout.kernels.cpu.fused import mean_rows
 
 ROW_TILE = 16
@@ -187,6 +187,16 @@ def _mean(original: Any) -> Callable[..., torch.Tensor]:
     return mean
 
 
+def _log_softmax(original: Any) -> Callable[..., torch.Tensor]:
+    def log_softmax(keys: Any, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+        if x.dtype == torch.float32 and x.dim() > 0 and dim % x.dim() == x.dim() - 1 and not half_to_float:
+            return logprob.log_softmax(x)
+        result: torch.Tensor = original.call_boxed(keys, x, dim, half_to_float)
+        return result
+
+    return log_softmax
+
+
 _REPLACEMENTS: dict[str, Callable[[Any], Callable[..., torch.Tensor]]] = {
     "mm": _mm,
     "addmm": _addmm,
@@ -198,6 +208,7 @@ _REPLACEMENTS: dict[str, Callable[[Any], Callable[..., torch.Tensor]]] = {
     "rsqrt": _rsqrt,
     "sum.dim_IntList": _reduction,
     "mean.dim": _mean,
+    "_log_softmax": _log_softmax,
     "cos": _elementwise(activation.cos),
     "sin": _elementwise(activation.sin),
 }

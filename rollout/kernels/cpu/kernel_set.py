@@ -12,20 +12,21 @@ import torch
 
 from rollout.errors import ConfigError, InvalidRequest, UnsupportedFeature
 from rollout.kernels.base import Capabilities, Decoder, KernelSet, KVLayout, KVStore
-from rollout.kernels.cpu import invariant
-from rollout.kernels.cpu.attention import paged_attention
+from rollout.kernels.cpu import entries, invariant
+from rollout.kernels.cpu.arrays import array_of
 from rollout.kernels.cpu.attention_backward import attention_backward
 from rollout.kernels.cpu.compiler import source_digest
 from rollout.kernels.cpu.decoder import ARCHITECTURES as FUSED_ARCHITECTURES
 from rollout.kernels.cpu.decoder import FusedDecoder
-from rollout.kernels.cpu.parallel import run_split
-from rollout.kernels.cpu.plan import QUERY_TILE, WORTH_A_THREAD, plan_attention
+from rollout.kernels.cpu.plan import ATTENTION_WORTH_A_THREAD, QUERY_TILE, plan_attention
 from rollout.kernels.cpu.store import CpuKVStore
+from rollout.kernels.cpu.team import Call
 
 
 def _attend(
     q: torch.Tensor,
-    pages: tuple[np.ndarray, np.ndarray],
+    store: CpuKVStore,
+    layer: int,
     page_table: np.ndarray,
     cache_seqlens: np.ndarray,
     cu_seqlens_q: np.ndarray,
@@ -33,18 +34,17 @@ def _attend(
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the compiled kernel: out [T, H, D] in q's dtype and lse float32 [H, T]."""
-    query = q.detach().to(torch.float32).contiguous()
-    out = torch.empty_like(query)
-    lse = torch.empty(q.size(1), q.size(0))
-    plan = plan_attention(page_table, cache_seqlens, cu_seqlens_q, pages[0].shape[1])
-    inputs = query.numpy(), *pages, *plan.arrays
-    results = out.numpy(), lse.numpy()
-
-    def part(first: int, last: int) -> None:
-        paged_attention(*inputs, QUERY_TILE, first, last, np.float32(scale), causal, *results)
-
-    run_split(part, plan.costs, worth=WORTH_A_THREAD)
-    return out.to(q.dtype), lse
+    q, layout = q.detach().contiguous(), store.layout
+    out, lse = torch.empty_like(q), torch.empty(q.size(1), q.size(0))
+    plan = plan_attention(page_table, cache_seqlens, cu_seqlens_q)
+    run = Call(entries.attention_entry(array_of(q).dtype.type), entries.ATTENTION_FIELDS)
+    run(
+        len(plan.tasks) * layout.num_kv_heads, plan.cost * q.size(1) * q.size(2), ATTENTION_WORTH_A_THREAD,
+        q.data_ptr(), *store.addresses(layer), *plan.addresses, out.data_ptr(), lse.data_ptr(), q.size(0), *plan.sizes,
+        QUERY_TILE, int(causal), layout.num_pages, q.size(1), layout.num_kv_heads, layout.head_dim, layout.page_size,
+        scale,
+    )  # fmt: skip
+    return out, lse
 
 
 class _VarlenAttention(torch.autograd.Function):
@@ -72,9 +72,7 @@ class _VarlenAttention(torch.autograd.Function):
         within = np.arange(int(cu_k[-1])) - np.repeat(cu_k[:-1], lengths)
         slots = np.repeat(first_page, lengths) * page_size + within
         store.write(0, k, v, torch.from_numpy(slots.astype(np.int64)))
-        out, lse = _attend(
-            q, store.arrays(0), table.astype(np.int32), lengths.astype(np.int32), cu_q, scale, causal
-        )  # fmt: skip
+        out, lse = _attend(q, store, 0, table.astype(np.int32), lengths.astype(np.int32), cu_q, scale, causal)
         ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
         ctx.scale, ctx.causal = scale, causal
         return out
@@ -140,7 +138,8 @@ class CpuKernelSet(KernelSet):
         _check_shapes(q, store.layout.num_kv_heads, store.layout.head_dim, cu_seqlens_q)
         out, _ = _attend(
             q,
-            store.arrays(layer),
+            store,
+            layer,
             page_table.numpy(),
             cache_seqlens.numpy(),
             cu_seqlens_q.numpy(),

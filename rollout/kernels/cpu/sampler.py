@@ -7,14 +7,19 @@ compared with it, and only the few survivors are scored in float64, with the sam
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import numba
 import numpy as np
 import numpy.typing as npt
+import torch
+from numba import carray
 
 from rollout.kernels.cpu.compiler import compiled
+from rollout.kernels.cpu.logprob import CHUNK, WORTH_A_THREAD, log_sum, logprob, row_tops
+from rollout.kernels.cpu.team import Call, entry, pointer, take_jobs
 from rollout.sampling import HASH_MAX, LOG_CEILING, LOG_FLOOR, MASK32, row_state
 from rollout.types import Float32Array
 
@@ -23,7 +28,8 @@ _LEAST = -4.0
 _MOST = 22.5
 _MARGIN = 1e-6
 _LANES = 16
-_CHUNK = 256
+DRAW, GREEDY, GIVEN = 0, 1, 2
+"""What is wanted of a row."""
 _MOST_NOISE = 22.2
 """Above the largest noise there is, -log(2**-32) = 22.18."""
 NEVER = np.int64(1 << 32)
@@ -80,7 +86,7 @@ def _most_likely(logprobs: np.ndarray, tops: np.ndarray) -> Any:
     if sound != logprobs.size:
         return -1
     chunk: Any = np.argmax(tops)
-    for i in range(chunk * _CHUNK, min((chunk + 1) * _CHUNK, logprobs.size)):
+    for i in range(chunk * CHUNK, min((chunk + 1) * CHUNK, logprobs.size)):
         if logprobs[i] == tops[chunk]:
             return i
     return -1
@@ -113,9 +119,9 @@ def _hash_chunk(state: np.uint32, start: int, bar: np.int64, count: int, hashes:
 def _draw_row(logprobs: np.ndarray, state: np.uint32, table: np.ndarray, hashes: np.ndarray) -> Any:
     """Winner among finite log-probs; -1 when there is none or when a NaN is met."""
     lanes = np.empty(_LANES, np.float32)
-    tops = np.empty((logprobs.size + _CHUNK - 1) // _CHUNK, np.float32)
+    tops = np.empty((logprobs.size + CHUNK - 1) // CHUNK, np.float32)
     for c in range(tops.size):
-        tops[c] = _highest(logprobs[c * _CHUNK : min((c + 1) * _CHUNK, logprobs.size)], lanes)
+        tops[c] = _highest(logprobs[c * CHUNK : min((c + 1) * CHUNK, logprobs.size)], lanes)
     top = _most_likely(logprobs, tops)
     if top < 0 or logprobs[top] == -np.inf:
         return -1
@@ -123,8 +129,8 @@ def _draw_row(logprobs: np.ndarray, state: np.uint32, table: np.ndarray, hashes:
     best = top
     best_score = np.float64(logprobs[top]) + _gumbel(_column_hash(state, np.uint32(top)))
     for c in range(tops.size):
-        start = c * _CHUNK
-        part = logprobs[start : min(start + _CHUNK, logprobs.size)]
+        start = c * CHUNK
+        part = logprobs[start : min(start + CHUNK, logprobs.size)]
         bar = _least_hash(best_score - np.float64(tops[c]), table)
         if bar == NEVER or _hash_chunk(state, start, bar, part.size, hashes) == 0:
             continue
@@ -141,15 +147,152 @@ def _draw_row(logprobs: np.ndarray, state: np.uint32, table: np.ndarray, hashes:
     return best
 
 
+@numba.njit(error_model="numpy")
+def _first_of_value(
+    row: np.ndarray, tops: np.ndarray, temperature: np.float32, top: np.float32, log_total: np.float32
+) -> Any:
+    """Lowest id whose log-prob equals the largest one; rounding may give it to several."""
+    highest = (top - top) - log_total
+    for number in range(tops.size):
+        if (tops[number] / temperature - top) - log_total == highest:
+            for i in range(number * CHUNK, min((number + 1) * CHUNK, row.size)):
+                if logprob(row[i], temperature, top, log_total) == highest:
+                    return i
+    return -1
+
+
+@numba.njit(error_model="numpy")
+def _draw_from_logits(
+    row: np.ndarray,
+    tops: np.ndarray,
+    temperature: np.float32,
+    top: np.float32,
+    log_total: np.float32,
+    state: np.uint32,
+    table: np.ndarray,
+    hashes: np.ndarray,
+) -> Any:
+    """``_draw_row`` with log-probs computed where they are needed."""
+    best = _first_of_value(row, tops, temperature, top, log_total)
+    if best < 0:
+        return -1
+    best_score = np.float64((top - top) - log_total) + _gumbel(_column_hash(state, np.uint32(best)))
+    for number in range(tops.size):
+        highest = np.float64((tops[number] / temperature - top) - log_total)
+        bar = _least_hash(best_score - highest, table) if highest > -np.inf else NEVER
+        start = number * CHUNK
+        count = min(CHUNK, row.size - start)
+        if bar == NEVER or _hash_chunk(state, start, bar, count, hashes) == 0:
+            continue
+        for i in range(count):
+            if hashes[i] < bar:
+                continue
+            value = np.float64(logprob(row[start + i], temperature, top, log_total))
+            if value == -np.inf or hashes[i] < _least_hash(best_score - value, table):
+                continue
+            score = value + _gumbel(hashes[i])
+            if score > best_score or (score == best_score and start + i < best):
+                best_score = score
+                best = start + i
+    return best
+
+
+@compiled
+def sample_rows(
+    logits: np.ndarray,
+    vocab: int,
+    temperatures: np.ndarray,
+    states: np.ndarray,
+    kinds: np.ndarray,
+    table: np.ndarray,
+    tokens: np.ndarray,
+    logprobs: np.ndarray,
+) -> None:
+    """Draw, or take the likeliest, or look up the given token, row by row.
+
+    Args:
+        logits: [N, >= V] stored. temperatures float32 [N]. states int64 [N], of ``row_state``. kinds int64 [N]: DRAW,
+            GREEDY or GIVEN. tokens int64 [N]: given where GIVEN, else written; -1 where a row holds NaN or nothing
+            finite. logprobs float32 [N], written; NaN there.
+    """
+    tops = np.empty((vocab + CHUNK - 1) // CHUNK, np.float32)
+    hashes = np.empty(CHUNK, np.uint32)
+    for n in range(tokens.size):
+        row, temperature = logits[n, :vocab], temperatures[n]
+        top = row_tops(row, tops) / temperature
+        log_total = log_sum(row, temperature, top)
+        logprobs[n] = log_total
+        if log_total != log_total:
+            if kinds[n] != GIVEN:
+                tokens[n] = -1
+            continue
+        if kinds[n] == GREEDY:
+            tokens[n] = _first_of_value(row, tops, temperature, top, log_total)
+        elif kinds[n] == DRAW:
+            state = np.uint32(states[n])
+            tokens[n] = _draw_from_logits(row, tops, temperature, top, log_total, state, table, hashes)
+        logprobs[n] = logprob(row[tokens[n]], temperature, top, log_total) if tokens[n] >= 0 else np.float32(np.nan)
+
+
+@functools.lru_cache(maxsize=2)
+def _sample_entry(stored: type) -> Any:
+    """Jobs are rows. logits, columns, vocab, temperatures, states, kinds, table, entries of it, tokens, logprobs."""
+
+    def sample(address: Any) -> None:
+        block = carray(address, 13, np.int64)
+        rows = block[1]
+        logits = carray(pointer(block[3]), (rows, block[4]), stored)
+        temperatures = carray(pointer(block[6]), rows, np.float32)
+        states, kinds = carray(pointer(block[7]), rows, np.int64), carray(pointer(block[8]), rows, np.int64)
+        table = carray(pointer(block[9]), block[10], np.uint32)
+        tokens = carray(pointer(block[11]), rows, np.int64)
+        logprobs = carray(pointer(block[12]), rows, np.float32)
+        while True:
+            first, last = take_jobs(block)
+            if first >= last:
+                return
+            here = slice(first, last)
+            sample_rows(
+                logits[here], block[5], temperatures[here], states[here], kinds[here], table,
+                tokens[here], logprobs[here],
+            )  # fmt: skip
+
+    return entry(sample)
+
+
 class CpuSampler:
     """Draws tokens for rows of policy log-probs. Holds scratch only; a draw depends on its arguments alone."""
 
     def __init__(self) -> None:
         self._table = threshold_table()
-        self._hashes = np.empty(_CHUNK, np.uint32)
+        self._calls: dict[type, Call] = {}
+        self._hashes = np.empty(CHUNK, np.uint32)
 
     def draw(self, logprobs: Float32Array, keep: npt.NDArray[np.bool_] | None, seed: int, position: int) -> int:
         """Same result as ``rollout.sampling.draw``; -1 where the row holds NaN or keeps nothing."""
         if keep is not None:
             logprobs = np.where(keep, logprobs, np.float32(-np.inf))
         return int(_draw_row(logprobs, np.uint32(row_state(seed, position) & MASK32), self._table, self._hashes))
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        vocab_size: int,
+        temperatures: torch.Tensor,
+        states: torch.Tensor,
+        kinds: torch.Tensor,
+        tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """``sample_rows`` over rows that need no filter, on all threads; fills ``tokens``, returns log-probs [N]."""
+        logits = logits.contiguous()
+        logprobs = torch.empty(logits.size(0))
+        columns = logits.size(1)
+        stored = np.uint16 if logits.dtype == torch.bfloat16 else np.float32
+        if stored not in self._calls:
+            self._calls[stored] = Call(_sample_entry(stored), "q" * 10)
+        self._calls[stored](
+            logits.size(0), 2 * logits.size(0) * vocab_size, WORTH_A_THREAD, logits.data_ptr(), columns, vocab_size,
+            temperatures.data_ptr(), states.data_ptr(), kinds.data_ptr(), self._table.ctypes.data, self._table.size,
+            tokens.data_ptr(), logprobs.data_ptr(),
+        )  # fmt: skip
+        return logprobs

@@ -20,6 +20,7 @@ class CpuKVStore(KVStore):
         self.values = torch.zeros(*head, layout.page_size, layout.head_dim, dtype=layout.dtype)
         self._key_arrays = [array_of(k) for k in self.keys]
         self._value_arrays = [array_of(v) for v in self.values]
+        self._addresses = [(k.data_ptr(), v.data_ptr()) for k, v in zip(self.keys, self.values, strict=True)]
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
         """One compiled loop over rows; K is transposed on the way in."""
@@ -30,6 +31,10 @@ class CpuKVStore(KVStore):
     def arrays(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """K and V pages of a layer as numpy views."""
         return self._key_arrays[layer], self._value_arrays[layer]
+
+    def addresses(self, layer: int) -> tuple[int, int]:
+        """Where a layer's K and V pages begin."""
+        return self._addresses[layer]
 
     def poison(self) -> None:
         """NaN in every slot of K and V."""

@@ -70,6 +70,21 @@ def exp_steps(x: Float32) -> Float32:
     return result
 
 
+def fused_multiply_add(a: npt.ArrayLike, b: npt.ArrayLike, c: npt.ArrayLike) -> Float32:
+    """a * b + c, rounded once: exact product in float64, sum rounded to odd there (Boldo & Melquiond 2008)."""
+    product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
+    addend = np.asarray(c, np.float64)
+    total = product + addend
+    part = total - product
+    rest = (product - (total - part)) + (addend - part)
+    bits = np.atleast_1d(total).view(np.int64).copy()
+    rest = np.broadcast_to(rest, bits.shape)
+    even = (rest != 0) & (bits & 1 == 0)
+    bits[even] += np.where((rest > 0) == (np.atleast_1d(total) > 0), 1, -1)[even]
+    result: Float32 = bits.view(np.float64).astype(np.float32).reshape(np.shape(total))
+    return result
+
+
 def by_the_book(query: Float32, keys: Float32, values: Float32, page: int, scale: float) -> Float32:
     """One row: query [D], keys and values [n, D] -> [D], in the order that the kernel promises."""
     top, sums, acc = F32(-np.inf), np.zeros(16, np.float32), np.zeros(len(query), np.float32)
@@ -77,7 +92,7 @@ def by_the_book(query: Float32, keys: Float32, values: Float32, page: int, scale
         block, scores = keys[start : start + page], np.full(page, F32(-np.inf))
         dots = np.zeros(len(block), np.float32)
         for d in range(len(query)):
-            dots = dots + query[d] * block[:, d]
+            dots = fused_multiply_add(query[d], block[:, d], dots)
         scores[: len(block)] = dots * F32(scale)
         new_top = max(top, scores.max())
         if new_top > top:
@@ -88,7 +103,7 @@ def by_the_book(query: Float32, keys: Float32, values: Float32, page: int, scale
         for lane_start in range(0, page, 16):
             sums = sums + probs[lane_start : lane_start + 16]
         for j in range(len(block)):
-            acc = acc + probs[j] * values[start + j]
+            acc = fused_multiply_add(probs[j], values[start + j], acc)
     total = F32(0)
     for lane in sums:
         total = total + lane

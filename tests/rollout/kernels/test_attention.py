@@ -62,7 +62,7 @@ def test_log_sum_exp_of_rows_with_and_without_keys() -> None:
     q, k, v = rows(0, 40, 4, 16), rows(1, 37, 2, 16), rows(2, 37, 2, 16)
     store, table = store_of(kernels, [k], [v])
     lengths = np.array([37], np.int32)
-    _, lse = _attend(q, store.arrays(0), table.numpy(), lengths, edges([40]).numpy(), 0.25, True)
+    _, lse = _attend(q, store, 0, table.numpy(), lengths, edges([40]).numpy(), 0.25, True)
     assert lse[:, :3].tolist() == [[-torch.inf] * 3] * 4
     assert torch.allclose(lse[:, 3:].double(), dense(q, k, v, 0.25)[1][:, 3:], atol=1e-6)
 
@@ -82,7 +82,7 @@ def test_query_heads_share_neighbouring_kv_heads(kernels: CpuKernelSet, call: Ca
 @pytest.mark.parametrize("page", [16, 32])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 40, 64])
 def test_order_of_arithmetic_is_the_stated_one(page: int, length: int) -> None:
-    """Bits of plain float32 steps in numpy: no fused multiply-add, no reassociation, blocks and lanes as documented."""
+    """Bits of plain float32 steps in numpy: one fused multiply-add a term, blocks and lanes as documented."""
     q, k, v = rows(3, 1, 4, 18), rows(4, length, 2, 18), rows(5, length, 2, 18)
     out = paged(cpu_kernels(page), [q], [k], [v], scale=0.3)
     for head in range(4):

@@ -159,9 +159,7 @@ def split_in_two(kernels: CpuKernelSet, qkv: Inputs, length: int) -> torch.Tenso
         store, table = store_of(kernels, [k[first:last]], [v[first:last]])
         lengths = np.array([last - first], np.int32)
         parts.append(
-            _attend(
-                q[length - 1 : length].float(), store.arrays(0), table.numpy(), lengths, edges([1]).numpy(), 0.25, False
-            )
+            _attend(q[length - 1 : length].float(), store, 0, table.numpy(), lengths, edges([1]).numpy(), 0.25, False)
         )
     (left, left_lse), (right, right_lse) = parts
     share = torch.sigmoid(left_lse - right_lse).T[..., None]

@@ -86,10 +86,10 @@ def test_rope_and_write(dtype: torch.dtype, normed: bool) -> None:
     store = CpuKVStore(KVLayout(1, 3, sizes.page, sizes.kv, sizes.dim, dtype))
     norms = (_norm(sizes.dim, dtype), _norm(sizes.dim, dtype)) if normed else (None, None)
     weights = [array_of(n.weight if n is not None else torch.empty(0, dtype=dtype)) for n in norms]
-    query = np.empty((sizes.rows, sizes.heads, sizes.dim), np.float32)
+    rotated = torch.empty(sizes.rows, sizes.heads, sizes.dim, dtype=dtype)
     fused.rope_and_write(
         array_of(qkv), array_of(cos), array_of(sin), positions.numpy(), slots.numpy(), *weights, EPS,
-        *store.arrays(0), query,
+        *store.arrays(0), array_of(rotated),
     )  # fmt: skip
     q, k, v = qkv.split([sizes.heads * sizes.dim, sizes.kv * sizes.dim, sizes.kv * sizes.dim], 1)
     q, k = q.view(sizes.rows, sizes.heads, -1), k.view(sizes.rows, sizes.kv, -1)
@@ -97,7 +97,7 @@ def test_rope_and_write(dtype: torch.dtype, normed: bool) -> None:
         if norms[0] is not None and norms[1] is not None:
             q, k = norms[0](q), norms[1](k)
         q, k = apply_rotary_pos_emb(q[None], k[None], cos[positions][None], sin[positions][None], unsqueeze_dim=2)
-    assert torch.equal(torch.from_numpy(query), q[0].float())
+    assert torch.equal(rotated, q[0])
     pages, offsets = slots // sizes.page, slots % sizes.page
     assert torch.equal(store.keys[0][pages, :, :, offsets], k[0])
     assert torch.equal(store.values[0][pages, :, offsets], v.view(sizes.rows, sizes.kv, -1))
