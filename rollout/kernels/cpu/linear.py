@@ -1,33 +1,70 @@
-"""Linear layers of the rollout: weights packed once for oneDNN where that gives the training side's bits, else padded.
+"""Linear layers of the rollout: the fastest product that gives the training side's bits on this machine.
 
-The training side multiplies plain weights in invariant mode. Packing changes speed, most of all at few rows. From how
-many rows on it keeps the bits is measured at load, on this machine, for every shape, with inputs on which an order of
-summation shows; it is never assumed. (torch 2.13: from 2 rows on; at 1 row a long inner dimension is split.)
+The training side multiplies plain weights in invariant mode. Three ways are tried for every shape, at load, with inputs
+on which an order of summation shows; none is assumed to hold:
+
+1. the products of ``dot`` (bfloat16, AVX512_BF16), in blocks of 512 or 1024 of the inner dimension;
+2. weights packed for oneDNN, from as many rows on as that keeps the bits (torch 2.13: 2; at 1 row it may split the
+   inner dimension);
+3. the invariant product itself, rows padded.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from rollout.errors import ParityError
+from rollout.kernels.cpu import dot
 from rollout.kernels.cpu.invariant import ROW_TILE, invariant_mode
 from rollout.kernels.probe import cancelling_product
 
 PROBE_ROWS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 32, 33, 64, 128)
 
 
-def packed_least_rows(outer: int, inner: int, bias: torch.Tensor | None, dtype: torch.dtype) -> int | None:
-    """Fewest rows from which the packed product of this shape equals the invariant product; None when it does not.
+@dataclass(frozen=True, slots=True)
+class ProductPlan:
+    """How one shape is multiplied; neither field set: padded."""
+
+    block: int | None = None
+    """inner dimensions of a chain of ``dot``"""
+    packed_rows: int | None = None
+    """fewest rows from which oneDNN's packed product holds"""
+
+    def __str__(self) -> str:
+        if self.block is not None:
+            return f"dot in blocks of {self.block}"
+        return "padded" if self.packed_rows is None else f"packed from {self.packed_rows} rows"
+
+
+def plan_product(outer: int, inner: int, bias: torch.Tensor | None, dtype: torch.dtype) -> ProductPlan:
+    """The fastest product of this shape that equals the invariant product at every probed number of rows.
 
     The bias, where there is one, is the real one: it is added before the rounding in one kernel and could be after it
     in another.
+
+    Raises:
+        ParityError: not even the invariant product is invariant here.
     """
     x, weight = cancelling_product(max(PROBE_ROWS), inner, outer, dtype)
-    if dtype != torch.bfloat16 or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        _checked_product(x, weight, bias)
+    wanted = _checked_product(x, weight, bias)
+    if dtype != torch.bfloat16:
+        return ProductPlan()
+    if dot.available() and inner % 2 == 0:
+        for block in dot.BLOCKS:
+            product = dot.DotProduct(weight, bias, block)
+            if all(torch.equal(product(x[:rows]), wanted[:rows]) for rows in PROBE_ROWS):
+                return ProductPlan(block=block)
+    return ProductPlan(packed_rows=_packed_least_rows(x, weight, bias, wanted))
+
+
+def _packed_least_rows(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: torch.Tensor
+) -> int | None:
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return None
     packed = _pack(weight)
-    wanted = _checked_product(x, weight, bias)
     least: int | None = None
     for rows in reversed(PROBE_ROWS):
         if not torch.equal(_product(x[:rows], packed, bias), wanted[:rows]):
@@ -88,9 +125,9 @@ def _product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -
 class RolloutLinear:
     """y = x W^T + b over rows [T, K] -> [T, N]; several layers that share their input may be stacked along N."""
 
-    def __init__(self, layers: list[torch.nn.Linear], *, least_rows: int | None) -> None:
+    def __init__(self, layers: list[torch.nn.Linear], plan: ProductPlan) -> None:
         self._layers = layers
-        self._least_rows = least_rows
+        self._plan = plan
         self.refresh()
 
     @torch.no_grad()
@@ -99,15 +136,24 @@ class RolloutLinear:
         weights: list[torch.Tensor] = [layer.weight.detach() for layer in self._layers]
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         self._bias = stacked_bias(self._layers)
-        self._weight = weight if self._least_rows is None else _pack(weight)
+        self._dot: dot.DotProduct | None = None
+        if self._plan.block is not None:
+            self._dot = dot.DotProduct(weight, self._bias, self._plan.block)
+        elif self._plan.packed_rows is not None:
+            self._weight = _pack(weight)
+        else:
+            self._weight = weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, K] -> [T, N]. Unpacked, it must run in invariant mode."""
-        if self._least_rows is None:
+        """[T, K] contiguous -> [T, N]. Padded, it must run in invariant mode."""
+        if self._dot is not None:
+            return self._dot(x)
+        least = self._plan.packed_rows
+        if least is None:
             return torch.nn.functional.linear(x, self._weight, self._bias)
         rows = x.size(0)
-        if rows < self._least_rows:
-            x = torch.cat((x, x.new_zeros(self._least_rows - rows, x.size(1))))
+        if rows < least:
+            x = torch.cat((x, x.new_zeros(least - rows, x.size(1))))
         return _product(x, self._weight, self._bias)[:rows]
 
 
@@ -115,7 +161,7 @@ class LinearPlan:
     """Builds the rollout's linears; each shape is probed once."""
 
     def __init__(self) -> None:
-        self._least_rows: dict[tuple[object, ...], int | None] = {}
+        self._plans: dict[tuple[object, ...], ProductPlan] = {}
         self._stacks: dict[tuple[object, ...], bool] = {}
 
     def build(self, layers: list[torch.nn.Linear]) -> list[RolloutLinear]:
@@ -126,23 +172,19 @@ class LinearPlan:
                 self._stacks[shape] = stacking_is_exact(layers)
             if not self._stacks[shape]:
                 return [linear for layer in layers for linear in self.build([layer])]
-        return [RolloutLinear(layers, least_rows=self._rows(layers))]
+        return [RolloutLinear(layers, self._plan(layers))]
 
-    def _rows(self, layers: list[torch.nn.Linear]) -> int | None:
+    def _plan(self, layers: list[torch.nn.Linear]) -> ProductPlan:
         outer, inner = sum(layer.out_features for layer in layers), layers[0].in_features
         bias, dtype = stacked_bias(layers), layers[0].weight.dtype
         key = (outer, inner, bias is not None, dtype)
-        if key not in self._least_rows:
-            self._least_rows[key] = packed_least_rows(outer, inner, bias, dtype)
-        return self._least_rows[key]
+        if key not in self._plans:
+            self._plans[key] = plan_product(outer, inner, bias, dtype)
+        return self._plans[key]
 
     @property
     def summary(self) -> str:
         """What was measured, for the log."""
-        packed = [
-            f"{k[0]}x{k[1]}: {'not packed' if r is None else f'packed from {r} rows'}"
-            for k, r in self._least_rows.items()
-        ]
-        return "; ".join(
-            [*packed, *(f"stack of {len(k)}: {'exact' if e else 'apart'}" for k, e in self._stacks.items())]
-        )
+        plans = [f"{key[0]}x{key[1]}: {plan}" for key, plan in self._plans.items()]
+        stacks = [f"stack of {len(key)}: {'exact' if exact else 'apart'}" for key, exact in self._stacks.items()]
+        return "; ".join([*plans, *stacks])

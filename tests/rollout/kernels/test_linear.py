@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from rollout.kernels.cpu import dot
 from rollout.kernels.cpu import linear as module
 from rollout.kernels.cpu.invariant import invariant_mode
-from rollout.kernels.cpu.linear import LinearPlan, packed_least_rows, stacking_is_exact
+from rollout.kernels.cpu.linear import LinearPlan, ProductPlan, RolloutLinear, plan_product, stacking_is_exact
 from rollout.kernels.probe import cancelling_product
 
 SMOLLM = [(960, 576), (576, 576), (3072, 576), (576, 1536)]
@@ -68,7 +71,7 @@ def test_float32_is_padded_not_packed() -> None:
     layer = _layer(96, 64, torch.float32)
     (rollout,) = LinearPlan().build([layer])
     x, _ = cancelling_product(32, 64, 96, torch.float32)
-    assert packed_least_rows(96, 64, None, torch.float32) is None
+    assert plan_product(96, 64, None, torch.float32) == ProductPlan()
     with invariant_mode():
         for rows in (1, 2, 3, 5, 17, 32):
             assert torch.equal(rollout(x[:rows]), layer(x)[:rows])
@@ -87,20 +90,48 @@ def test_stacked_layers_keep_each_layers_bits(dtype: torch.dtype, bias: bool) ->
     assert stacking_is_exact(layers) == (len(linears) == 1)
 
 
+def _right_from(rows: int, real: Any) -> Any:
+    """A product that is wrong at fewer rows."""
+
+    def product(*args: Any) -> torch.Tensor:
+        out: torch.Tensor = real(*args)
+        return out if out.size(0) >= rows else out + 1
+
+    return product
+
+
 def test_a_product_that_changes_bits_at_few_rows_is_not_used_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = module._product
-
-    def broken_below_eight(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out = real(x, packed, bias)
-        return out if x.size(0) >= 8 else out + 1
-
-    monkeypatch.setattr(module, "_product", broken_below_eight)
-    assert packed_least_rows(64, 64, None, torch.bfloat16) == 8
+    monkeypatch.setattr(module.dot, "available", lambda: False)
+    monkeypatch.setattr(module, "_product", _right_from(8, module._product))
+    assert plan_product(64, 64, None, torch.bfloat16) == ProductPlan(packed_rows=8)
     layer = _layer(64, 64, torch.bfloat16)
     (rollout,) = LinearPlan().build([layer])
     x, _ = cancelling_product(16, 64, 64, torch.bfloat16)
     with invariant_mode():
         assert torch.equal(rollout(x[:3]), layer(x)[:3])
+
+
+@pytest.mark.skipif(not dot.available(), reason="no AVX512_BF16 here: the product is never tried")
+def test_a_dot_product_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan_product(64, 1024, None, torch.bfloat16) == ProductPlan(block=512)
+    assert plan_product(64, 1536, None, torch.bfloat16) == ProductPlan(block=1024)
+    monkeypatch.setattr(dot.DotProduct, "__call__", _right_from(2, dot.DotProduct.__call__))
+    assert plan_product(64, 1024, None, torch.bfloat16).block is None
+    # Chains of another length are as right, and not the same bits.
+    x, weight = cancelling_product(8, 1024, 64, torch.bfloat16)
+    monkeypatch.undo()
+    assert not torch.equal(dot.DotProduct(weight, None, 512)(x), dot.DotProduct(weight, None, 1024)(x))
+
+
+@pytest.mark.parametrize("way", [ProductPlan(block=512), ProductPlan(packed_rows=2), ProductPlan()])
+def test_every_way_gives_the_same_bits(way: ProductPlan) -> None:
+    if way.block is not None and not dot.available():
+        pytest.skip("no AVX512_BF16 here")
+    layer = _layer(100, 576, torch.bfloat16, bias=True)
+    x, _ = cancelling_product(40, 576, 100, torch.bfloat16, seed=3)
+    with invariant_mode():
+        for rows in (1, 2, 6, 7, 13, 40):
+            assert torch.equal(RolloutLinear([layer], way)(x[:rows]), layer(x)[:rows]), (way, rows)
 
 
 def test_refresh_takes_weights_changed_in_place() -> None:
