@@ -80,7 +80,7 @@ def test_arithmetic_is_numpys_lane_by_lane(count: int) -> None:
 
 
 def test_exponential_is_the_scalar_one() -> None:
-    x = np.concatenate((numbers(60) * np.float32(20), np.linspace(-90, 88, 5003).astype(np.float32)))
+    x = np.concatenate((numbers(60), np.linspace(-90, 88, 5003).astype(np.float32)))
     x = np.minimum(x, np.float32(88))
     x[:3] = np.nan, -np.inf, -87.0
     by_lane, one_by_one = np.empty_like(x), np.empty_like(x)
