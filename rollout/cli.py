@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from rollout.errors import InvalidRequest, RolloutError
+from rollout.openmp import spin_setting
 
 app = typer.Typer(
     name="zerodrift",
@@ -134,8 +135,8 @@ def _register_bridge() -> None:
 
 def main() -> None:
     """Entry point."""
-    # Read once, when OpenMP loads: spinning threads of several processes would starve each other on few cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Read once, when OpenMP loads.
+    os.environ.update(spin_setting())
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _register_bridge()
     try:

@@ -236,7 +236,7 @@ class Engine:
             rows.sequence.num_computed += rows.count
         events: list[Event] = []
         if len(batch.output_rows):
-            self._emit(batch, hidden[batch.output_rows], events)
+            self._emit(batch, hidden, events)
         for rows in scheduled:
             sequence = rows.sequence
             if sequence.finish is None and sequence.sample_id in self._live:
@@ -246,11 +246,13 @@ class Engine:
         return events
 
     def _hidden_states(self, batch: StepBatch) -> torch.Tensor:
+        """Of the rows whose logits are wanted."""
         tables = batch.page_table, batch.cache_seqlens, batch.cu_seqlens_q
         if self._decoder is not None:
-            return self._decoder.hidden_states(batch.input_ids, batch.positions, batch.slots, self.store, *tables)
+            rows = batch.input_ids, batch.positions, batch.slots
+            return self._decoder.hidden_states(*rows, self.store, *tables, batch.output_rows)
         step = PagedStep(self.model.kernels, self.store, batch.slots, *tables)
-        return self.model.hidden_states(batch.input_ids, batch.positions, step)
+        return self.model.hidden_states(batch.input_ids, batch.positions, step)[batch.output_rows]
 
     def _emit(self, batch: StepBatch, hidden: torch.Tensor, events: list[Event]) -> None:
         logits = self.model.logits(hidden) if self._decoder is None else self._decoder.logits(hidden)

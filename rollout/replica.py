@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rollout.config import Settings
 from rollout.errors import ReplicaUnavailable, RolloutError
+from rollout.openmp import spin_setting
 from rollout.worker import Worker, WorkerInfo
 
 
@@ -106,7 +107,7 @@ class ActorWorker(Worker):
 
 
 def actor_options(settings: Settings) -> Mapping[str, Any]:
-    """Ray options of one worker: CPUs and resources as configured, no silent restarts, quiet OpenMP waits."""
+    """Ray options of one worker: CPUs and resources as configured, no silent restarts, short OpenMP waits."""
     resources = dict(settings.worker.resources)
     return {
         "num_cpus": settings.worker.num_cpus,
@@ -116,7 +117,7 @@ def actor_options(settings: Settings) -> Mapping[str, Any]:
         "runtime_env": {
             "env_vars": {
                 "OMP_NUM_THREADS": str(settings.engine.threads),
-                "OMP_WAIT_POLICY": "PASSIVE",
+                **spin_setting(),
                 "TOKENIZERS_PARALLELISM": "false",
             }
         },

@@ -185,37 +185,68 @@ def draw(logprobs: Float32Array, keep: npt.NDArray[np.bool_] | None, seed: int, 
 # ---- filters ----------------------------------------------------------------------------------------------------
 
 
+NUCLEUS_SLACK = 1.0 - 2.0**-20
+"""Half of four equal tokens is two: a sum that misses top_p by rounding alone has reached it."""
+
+
+def relative_mass(logprobs: Float32Array, keep: npt.NDArray[np.bool_]) -> tuple[float, float]:
+    """Largest kept log-prob, and the kept probability divided by that token's, float64.
+
+    Summed over the kept ids in order; where fewer are dropped than kept and the rest is more than half, as 1 less the
+    dropped ones. (Relative, since at a low temperature all that is kept may lie below what float64 holds.)
+    """
+    kept, dropped = np.flatnonzero(keep), np.flatnonzero(~keep)
+    top = float(logprobs[kept].max())
+    if len(dropped) < len(kept):
+        rest = 1.0
+        for value in logprobs[dropped].tolist():
+            rest -= math.exp(value)
+        if rest > 0.5:
+            return top, rest / math.exp(top)
+    mass = 0.0
+    for value in logprobs[kept].tolist():
+        mass += math.exp(value - top)
+    return top, mass
+
+
 def kept_tokens(logprobs: Float32Array, params: SamplingParams, barred: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     """Which ids survive: barring, then top-k, then top-p on the renormalised rest, then min-p relative to the largest.
 
     Order of tokens: by log-prob, highest first; equal log-probs by id, lowest first. top-p keeps a token while the
-    mass before it is below top_p, so at least one token always stays.
+    mass before it, added up in that order, is below top_p times ``relative_mass`` by more than the rounding of float32
+    log-probs (``NUCLEUS_SLACK``), so at least one token always stays.
 
     Args:
-        logprobs: [V] policy log-probs. barred: ids never to be sampled.
+        logprobs: [V] policy log-probs without NaN. barred: ids never to be sampled.
 
     Returns:
         bool [V].
     """
-    vocab = len(logprobs)
-    keep = np.ones(vocab, np.bool_)
+    keep = np.ones(len(logprobs), np.bool_)
     keep[barred] = False
-    if not (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0):
+    if not keep.any() or not (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0):
         return keep
     ids = np.flatnonzero(keep)
-    if len(ids) == 0:
-        return keep
     ids = ids[np.argsort(-logprobs[ids], kind="stable")]
     if params.top_k > 0:
         ids = ids[: params.top_k]
+        keep = _mask(ids, len(logprobs))
     if params.top_p < 1.0:
-        mass = np.exp(logprobs[ids].astype(np.float64) - float(logprobs[ids[0]]))
-        before = np.concatenate(([0.0], np.cumsum(mass)[:-1]))
-        count = int(np.count_nonzero(before < params.top_p * mass.sum()))
+        top, total = relative_mass(logprobs, keep)
+        before, count = 0.0, 0
+        for value in logprobs[ids].tolist():
+            if not before < params.top_p * total * NUCLEUS_SLACK:
+                break
+            before += math.exp(value - top)
+            count += 1
         ids = ids[: max(count, 1)]
     if params.min_p > 0.0:
         floor = float(logprobs[ids[0]]) + math.log(params.min_p)
         ids = ids[logprobs[ids].astype(np.float64) >= floor]
+    return _mask(ids, len(logprobs))
+
+
+def _mask(ids: npt.NDArray[np.int64], vocab: int) -> npt.NDArray[np.bool_]:
     keep = np.zeros(vocab, np.bool_)
     keep[ids] = True
     return keep
@@ -225,7 +256,6 @@ def behavior_logprob(policy: np.float32, logprobs: Float32Array, keep: npt.NDArr
     """Log-prob under the distribution sampled from: policy - log(kept mass); the same bits when nothing was dropped."""
     if keep is None or bool(keep.all()):
         return policy
-    kept = logprobs[keep].astype(np.float64)
-    # Relative to the largest, so that a cold distribution does not underflow; rounding must not pass probability 1.
-    top = float(kept.max())
-    return np.float32(min(float(policy) - (top + math.log(float(np.exp(kept - top).sum()))), 0.0))
+    top, mass = relative_mass(logprobs, keep)
+    # Rounding must not pass probability 1.
+    return np.float32(min(float(policy) - (top + math.log(mass)), 0.0))

@@ -9,9 +9,16 @@ import torch
 
 from rollout.batch import OutputRow
 from rollout.errors import InvalidRequest, ParityError, RolloutError
-from rollout.kernels.cpu.sampler import DRAW, GIVEN, GREEDY, CpuSampler
-from rollout.logprobs import policy_logprob_rows
-from rollout.sampling import MASK32, behavior_logprob, kept_tokens, row_state
+from rollout.kernels.cpu.sampler import (
+    DRAW,
+    FILTERED,
+    GIVEN,
+    GREEDY,
+    NOTHING_LEFT,
+    CpuSampler,
+    RowsToSample,
+)
+from rollout.sampling import MASK32, row_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,56 +40,50 @@ class TokenSampler:
 
     def run(self, logits: torch.Tensor, outputs: tuple[OutputRow, ...]) -> list[SampledToken]:
         """logits [N, >= V] -> one SampledToken per row."""
-        logits = logits.cpu()
-        temperatures = torch.tensor([o.sequence.temperature for o in outputs], dtype=torch.float32)
-        kinds = torch.tensor([_kind(o) for o in outputs])
-        states = torch.tensor([row_state(o.sequence.seed, o.position) & MASK32 for o in outputs])
-        tokens = torch.tensor([_given(o) for o in outputs])
-        policy = self._sampler.sample(logits, self._vocab_size, temperatures, states, kinds, tokens).numpy()
-        result: list[SampledToken] = []
-        for i, (output, token) in enumerate(zip(outputs, tokens.tolist(), strict=True)):
-            request = output.sequence.request
-            if request is not None and request.sampling.filtered:
-                result.append(self._filtered(logits[i : i + 1], temperatures[i : i + 1], output))
-            elif token < 0 or not np.isfinite(policy[i]):
-                result.append(SampledToken(token, np.float32(np.nan), np.float32(np.nan), _broken_row(output)))
-            else:
-                result.append(SampledToken(token, policy[i], policy[i]))
-        return result
+        rows = _rows_of(outputs)
+        logprobs = self._sampler.sample(logits.cpu(), self._vocab_size, rows).numpy()
+        finite = np.isfinite(logprobs).all(1)
+        return [
+            SampledToken(token, policy, behavior) if sound and token >= 0 else _failed(token, output)
+            for token, policy, behavior, sound, output in zip(
+                rows.tokens.tolist(), logprobs[:, 0], logprobs[:, 1], finite, outputs, strict=True
+            )
+        ]
 
-    def _filtered(self, logits: torch.Tensor, temperature: torch.Tensor, output: OutputRow) -> SampledToken:
-        """A row whose distribution is cut: the whole row of log-probs is needed."""
+
+def _rows_of(outputs: tuple[OutputRow, ...]) -> RowsToSample:
+    none = np.empty(0, np.int64)
+    filters, barred = [(0.0, 1.0, 0.0)] * len(outputs), [none] * len(outputs)
+    kinds, tokens = [GIVEN] * len(outputs), [-1] * len(outputs)
+    for i, output in enumerate(outputs):
         sequence = output.sequence
-        assert sequence.request is not None
-        logprobs = policy_logprob_rows(logits, temperature, self._vocab_size).numpy()[0]
-        keep = kept_tokens(logprobs, sequence.request.sampling, sequence.barred)
-        if not keep.any():
-            nothing = InvalidRequest("the filters bar every token; nothing is left to sample", field="sampling")
-            return SampledToken(-1, np.float32(np.nan), np.float32(np.nan), nothing)
-        if sequence.request.sampling.greedy:
-            token = int(np.argmax(np.where(keep, logprobs, -np.inf))) if not np.isnan(logprobs).any() else -1
-        else:
-            token = self._sampler.draw(logprobs, keep, sequence.seed, output.position)
-        if token < 0 or not np.isfinite(logprobs[token]):
-            return SampledToken(token, np.float32(np.nan), np.float32(np.nan), _broken_row(output))
-        policy = np.float32(logprobs[token])
-        return SampledToken(token, policy, behavior_logprob(policy, logprobs, keep))
-
-
-def _kind(output: OutputRow) -> int:
-    request = output.sequence.request
-    if request is None:
-        return GIVEN
-    return GREEDY if request.sampling.greedy else DRAW
-
-
-def _given(output: OutputRow) -> int:
-    sequence = output.sequence
-    return sequence.token_ids[output.position + 1] if sequence.request is None else -1
-
-
-def _broken_row(output: OutputRow) -> RolloutError:
-    return ParityError(
-        f"the model's logits after position {output.position} hold NaN or no finite candidate; "
-        "the weights being served are broken"
+        if sequence.request is None:
+            tokens[i] = sequence.token_ids[output.position + 1]
+            continue
+        sampling = sequence.request.sampling
+        kinds[i] = GREEDY if sampling.greedy else DRAW
+        if sampling.filtered:
+            kinds[i] += FILTERED
+            filters[i] = (float(sampling.top_k), sampling.top_p, sampling.min_p)
+            barred[i] = sequence.barred
+    return RowsToSample(
+        temperatures=torch.tensor([o.sequence.temperature for o in outputs], dtype=torch.float32),
+        states=torch.tensor([row_state(o.sequence.seed, o.position) & MASK32 for o in outputs], dtype=torch.int64),
+        kinds=torch.tensor(kinds, dtype=torch.int64),
+        filters=torch.tensor(filters, dtype=torch.float64),
+        bars=torch.from_numpy(np.cumsum([0, *(len(b) for b in barred)])),
+        barred=torch.from_numpy(np.concatenate([none, *(b for b in barred if len(b))])),
+        tokens=torch.tensor(tokens, dtype=torch.int64),
     )
+
+
+def _failed(token: int, output: OutputRow) -> SampledToken:
+    error: RolloutError
+    if token == NOTHING_LEFT:
+        error = InvalidRequest("the filters bar every token; nothing is left to sample", field="sampling")
+    else:
+        error = ParityError(
+            f"the model's logits after position {output.position} hold NaN or no finite candidate; "
+            "the weights being served are broken"
+        )
+    return SampledToken(token, np.float32(np.nan), np.float32(np.nan), error)

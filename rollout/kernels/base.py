@@ -91,8 +91,13 @@ class Decoder(Protocol):
         page_table: torch.Tensor,
         cache_seqlens: torch.Tensor,
         cu_seqlens_q: torch.Tensor,
+        output_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Final hidden states of packed rows: int64 [T] each -> [T, hidden]. Call in invariant mode, without grad."""
+        """Final hidden states of packed rows: int64 [T] each -> [T, hidden]. Call in invariant mode, without grad.
+
+        Args:
+            output_rows: int64 [N], ascending; only these are wanted -> [N, hidden]. KV is written for all.
+        """
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -73,6 +73,38 @@ def test_smollm2_decodes_a_hundred_tokens_one_by_one(smollm2_path: Path) -> None
     _compare(load_model(smollm2_path, dtype=torch.bfloat16, kernels=resolve_kernels()), [30, *([1] * 100), 2, 3, 16])
 
 
+@pytest.mark.parametrize(
+    "wanted",
+    [range(9), [0, 6, 8], [4, 5, 6], [], [8], [1, 2, 8], [5, 7]],
+    ids=["all", "ends", "one whole", "none", "last", "not at an end", "inside"],
+)
+def test_only_the_rows_that_are_wanted(wanted: list[int], tiny_qwen3_path: Path) -> None:
+    """Three sequences of 1, 6 and 2 rows on top of what they have; keys and values are written for every row."""
+    model = load_model(tiny_qwen3_path, dtype=torch.bfloat16, kernels=resolve_kernels())
+    decoder = model.kernels.decoder(model.hf, model.spec.context_length)
+    assert decoder is not None
+    generator = torch.Generator().manual_seed(1)
+    table = torch.tensor([[2], [0], [3]], dtype=torch.int32)
+    before, edges = torch.tensor([5, 0, 40]), torch.tensor([0, 1, 7, 9], dtype=torch.int32)
+    positions = torch.cat([torch.arange(b, b + n) for b, n in zip(before, (1, 6, 2), strict=True)])
+    slots = torch.repeat_interleave(table[:, 0].long(), torch.tensor([1, 6, 2])) * 128 + positions
+    ids = torch.randint(0, model.spec.vocab_size, (9,), generator=generator)
+    lengths = (before + torch.tensor([1, 6, 2])).int()
+    results = []
+    for rows in (None, torch.tensor(list(wanted), dtype=torch.int64)):
+        store = _store(model)
+        store.keys.normal_(generator=torch.Generator().manual_seed(2))  # type: ignore[attr-defined]
+        store.values.normal_(generator=torch.Generator().manual_seed(3))  # type: ignore[attr-defined]
+        with model.kernels.invariant_mode(), torch.no_grad():
+            hidden = decoder.hidden_states(ids, positions, slots, store, table, lengths, edges, rows)  # type: ignore[arg-type]
+        results.append((hidden, store.keys, store.values))  # type: ignore[attr-defined]
+    (whole, *all_pages), (part, *pages) = results
+    assert torch.equal(part, whole[list(wanted)]) and part.shape == (len(wanted), whole.size(1))
+    assert all(torch.equal(a, b) for a, b in zip(all_pages, pages, strict=True))
+    # Control: neighbouring rows are other bits.
+    assert len(wanted) in (0, 9) or not torch.equal(part, whole[[(i + 1) % 9 for i in wanted]])
+
+
 def test_a_weight_that_moves_by_one_unit_shows(tiny_llama_path: Path) -> None:
     """Negative control: the fused side with one stale weight differs."""
     model = load_model(tiny_llama_path, dtype=torch.bfloat16, kernels=resolve_kernels())

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numba.core.cgutils
+import numba.extending
 
 
 @functools.lru_cache(maxsize=1)
@@ -61,3 +63,15 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     with caching():
         kernel: Callable[..., Any] = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
     return kernel
+
+
+def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``numba.extending.intrinsic``, as what it is to its callers: a function of compiled code."""
+    made: Callable[..., Any] = numba.extending.intrinsic(function)
+    return made
+
+
+cgutils: Any = numba.core.cgutils
+"""numba's helpers for LLVM code"""
+carray: Callable[..., Any] = vars(numba)["carray"]
+"""An array at an address, inside compiled code."""

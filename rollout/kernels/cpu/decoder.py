@@ -72,6 +72,22 @@ class _StepInputs:
     def rows(self) -> int:
         return self.positions.numel()
 
+    def only(self, rows: torch.Tensor) -> _StepInputs:
+        """The same for some of the rows, which must be the last ones of their sequences."""
+        table, seqlens, edges, _ = self.plan.arrays
+        kept = np.searchsorted(rows.numpy(), edges).astype(np.int32)
+        return _StepInputs(
+            self.positions[rows], self.slots[rows], plan_attention(table, seqlens, kept), self.query[rows],
+            self.attended[: len(rows)], self.gated[: len(rows)],
+        )  # fmt: skip
+
+    def ends_of_sequences(self, rows: torch.Tensor) -> bool:
+        """Whether ``rows`` are, for every sequence, its last ones."""
+        edges = self.plan.cu_seqlens_q
+        first, last = np.searchsorted(rows.numpy(), edges[:-1]), np.searchsorted(rows.numpy(), edges[1:])
+        wanted = np.concatenate([np.arange(e - n, e) for e, n in zip(edges[1:], last - first, strict=True)])
+        return bool(np.array_equal(wanted, rows.numpy()))
+
 
 class FusedDecoder:
     """Runs steps for one model, one at a time. Weights are read in place; ``refresh`` must follow a weight update."""
@@ -121,6 +137,7 @@ class FusedDecoder:
         page_table: torch.Tensor,
         cache_seqlens: torch.Tensor,
         cu_seqlens_q: torch.Tensor,
+        output_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``Decoder.hidden_states``."""
         assert isinstance(store, CpuKVStore)
@@ -138,9 +155,24 @@ class FusedDecoder:
         x = torch.empty_like(residual)
         self._norm(residual, None, self._layers[0].input_norm, x)
         for i, layer in enumerate(self._layers):
-            self._norm(residual, layer.o(self._attention(layer, i, x, step, store)), layer.post_norm, x)
             last = i + 1 == len(self._layers)
-            following = self._model.norm if last else self._layers[i + 1].input_norm
+            self._write_and_rotate(layer, i, x, step, store)
+            if last and output_rows is not None and len(output_rows) < rows:
+                # What the last layer adds to other rows nobody reads: their keys and values are written by now.
+                if not step.ends_of_sequences(output_rows):
+                    return self._rest(layer, i, residual, x, step, store)[output_rows]
+                step, residual, x = step.only(output_rows), residual[output_rows], x[: len(output_rows)]
+            x = self._rest(layer, i, residual, x, step, store)
+        return x
+
+    def _rest(
+        self, layer: _Layer, index: int, residual: torch.Tensor, x: torch.Tensor, step: _StepInputs, store: CpuKVStore
+    ) -> torch.Tensor:
+        """A layer from its rotated queries on; x is overwritten with the next layer's normed input."""
+        if step.rows:
+            self._norm(residual, layer.o(self._attention(layer, index, step, store)), layer.post_norm, x)
+            last = index + 1 == len(self._layers)
+            following = self._model.norm if last else self._layers[index + 1].input_norm
             self._norm(residual, layer.down(self._gated(layer, x, step.gated)), following, x)
         return x
 
@@ -159,22 +191,26 @@ class FusedDecoder:
         )  # fmt: skip
         return out
 
-    def _attention(
+    def _sizes(self, store: CpuKVStore) -> tuple[int, int, int, int, int]:
+        layout = store.layout
+        return layout.num_pages, self._heads, layout.num_kv_heads, layout.head_dim, layout.page_size
+
+    def _write_and_rotate(
         self, layer: _Layer, index: int, x: torch.Tensor, step: _StepInputs, store: CpuKVStore
-    ) -> torch.Tensor:
+    ) -> None:
         qkv = _apply(layer.qkv, x)
-        layout, plan, rows = store.layout, step.plan, step.rows
-        sizes = layout.num_pages, self._heads, layout.num_kv_heads, layout.head_dim, layout.page_size
-        pages = store.addresses(index)
         self._rotate(
-            rows, 2 * qkv.numel(), _WORTH_A_THREAD,
+            step.rows, 2 * qkv.numel(), _WORTH_A_THREAD,
             qkv.data_ptr(), self._cos.data_ptr(), self._sin.data_ptr(), self._cos.size(0), step.positions.data_ptr(),
-            step.slots.data_ptr(), _address(layer.q_norm), _address(layer.k_norm), *pages, step.query.data_ptr(),
-            *sizes, layer.eps,
+            step.slots.data_ptr(), _address(layer.q_norm), _address(layer.k_norm), *store.addresses(index),
+            step.query.data_ptr(), *self._sizes(store), layer.eps,
         )  # fmt: skip
+
+    def _attention(self, layer: _Layer, index: int, step: _StepInputs, store: CpuKVStore) -> torch.Tensor:
+        layout, plan = store.layout, step.plan
         self._attend(
             len(plan.tasks) * layout.num_kv_heads, plan.cost * self._heads * layout.head_dim, ATTENTION_WORTH_A_THREAD,
-            step.query.data_ptr(), *pages, *plan.addresses, step.attended.data_ptr(), 0, rows, *plan.sizes,
-            QUERY_TILE, 1, *sizes, layer.scale,
+            step.query.data_ptr(), *store.addresses(index), *plan.addresses, step.attended.data_ptr(), 0, step.rows,
+            *plan.sizes, QUERY_TILE, 1, *self._sizes(store), layer.scale,
         )  # fmt: skip
         return step.attended

@@ -19,10 +19,9 @@ import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray
-from numba.core import cgutils, types
-from numba.extending import intrinsic
+from numba.core import types
 
+from rollout.kernels.cpu.compiler import carray, cgutils, intrinsic
 from rollout.kernels.cpu.team import Call, entry, pointer, take_jobs
 from rollout.kernels.cpu.vector import FLOATS, WIDTH, constant, put, splat, take
 
@@ -38,7 +37,7 @@ _PAIRS = ir.VectorType(ir.IntType(32), WIDTH)
 _FIELDS = "q" * 8
 
 
-class _BFloat(ir.Type):
+class _BFloat(ir.Type):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite's builder has no name for."""
 
     def _to_string(self) -> str:

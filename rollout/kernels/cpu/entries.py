@@ -11,10 +11,10 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import carray
 
 from rollout.kernels.cpu import fused
 from rollout.kernels.cpu.attention import paged_attention
+from rollout.kernels.cpu.compiler import carray
 from rollout.kernels.cpu.team import entry, pointer, take_jobs
 
 NORM_FIELDS = "q" * 5 + "d"

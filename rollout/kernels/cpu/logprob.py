@@ -14,9 +14,8 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import carray
 
-from rollout.kernels.cpu.compiler import compiled
+from rollout.kernels.cpu.compiler import carray, compiled
 from rollout.kernels.cpu.elements import load
 from rollout.kernels.cpu.numerics import exp_lanes
 from rollout.kernels.cpu.team import Call, entry, pointer, take_jobs

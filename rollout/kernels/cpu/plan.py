@@ -33,7 +33,7 @@ class AttentionPlan:
     @property
     def sizes(self) -> tuple[int, int]:
         """Sequences, pages per sequence in the table."""
-        return self.page_table.shape  # type: ignore[return-value]
+        return self.page_table.shape
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

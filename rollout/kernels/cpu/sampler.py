@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numba
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import carray
 
-from rollout.kernels.cpu.compiler import compiled
+from rollout.kernels.cpu.compiler import carray, compiled
+from rollout.kernels.cpu.filters import filter_row, kept_mass
 from rollout.kernels.cpu.logprob import CHUNK, WORTH_A_THREAD, log_sum, logprob, row_tops
 from rollout.kernels.cpu.team import Call, entry, pointer, take_jobs
 from rollout.sampling import HASH_MAX, LOG_CEILING, LOG_FLOOR, MASK32, row_state
@@ -28,8 +29,11 @@ _LEAST = -4.0
 _MOST = 22.5
 _MARGIN = 1e-6
 _LANES = 16
-DRAW, GREEDY, GIVEN = 0, 1, 2
-"""What is wanted of a row."""
+DRAW, GREEDY, GIVEN, FILTERED = 0, 1, 2, 3
+"""What is wanted of a row; FILTERED + DRAW or FILTERED + GREEDY where tokens may be ruled out."""
+NOTHING_LEFT = -2
+"""Instead of a token: the filters bar them all."""
+_NAN = np.float32(np.nan)
 _MOST_NOISE = 22.2
 """Above the largest noise there is, -log(2**-32) = 22.18."""
 NEVER = np.int64(1 << 32)
@@ -197,6 +201,40 @@ def _draw_from_logits(
     return best
 
 
+@numba.njit(error_model="numpy")
+def _sample_filtered(
+    row: np.ndarray,
+    temperature: np.float32,
+    top: np.float32,
+    log_total: np.float32,
+    state: np.uint32,
+    greedy: bool,
+    filters: np.ndarray,
+    barred: np.ndarray,
+    table: np.ndarray,
+    hashes: np.ndarray,
+    logprobs: np.ndarray,
+    keep: np.ndarray,
+) -> Any:
+    """Token, its policy and behavior log-prob where the distribution is cut; NOTHING_LEFT when all of it is."""
+    for i in range(row.size):
+        logprobs[i] = logprob(row[i], temperature, top, log_total)
+    count = filter_row(logprobs, barred, filters, keep)
+    if count == 0:
+        return NOTHING_LEFT, _NAN, _NAN
+    largest, mass = (0.0, 1.0) if count == row.size else kept_mass(logprobs, keep)
+    for i in range(row.size):
+        if not keep[i]:
+            logprobs[i] = -np.inf
+    token = int(np.argmax(logprobs)) if greedy else _draw_row(logprobs, state, table, hashes)
+    if token < 0 or logprobs[token] == -np.inf:
+        return -1, _NAN, _NAN
+    policy = logprobs[token]
+    if count == row.size:
+        return token, policy, policy
+    return token, policy, np.float32(min(np.float64(policy) - (largest + math.log(mass)), 0.0))
+
+
 @compiled
 def sample_rows(
     logits: np.ndarray,
@@ -204,6 +242,9 @@ def sample_rows(
     temperatures: np.ndarray,
     states: np.ndarray,
     kinds: np.ndarray,
+    filters: np.ndarray,
+    bars: np.ndarray,
+    barred: np.ndarray,
     table: np.ndarray,
     tokens: np.ndarray,
     logprobs: np.ndarray,
@@ -212,52 +253,86 @@ def sample_rows(
 
     Args:
         logits: [N, >= V] stored. temperatures float32 [N]. states int64 [N], of ``row_state``. kinds int64 [N]: DRAW,
-            GREEDY or GIVEN. tokens int64 [N]: given where GIVEN, else written; -1 where a row holds NaN or nothing
-            finite. logprobs float32 [N], written; NaN there.
+            GREEDY or GIVEN, plus FILTERED. filters float64 [N, 3], see ``filters``. bars int64 [N + 1]: row n bars
+            ``barred[bars[n] : bars[n + 1]]``. tokens int64 [N]: given where GIVEN, else written; -1 where a row holds
+            NaN or nothing finite, NOTHING_LEFT where the filters bar all. logprobs float32 [N, 2], written: policy,
+            behavior; NaN there.
     """
     tops = np.empty((vocab + CHUNK - 1) // CHUNK, np.float32)
     hashes = np.empty(CHUNK, np.uint32)
+    cut = False
     for n in range(tokens.size):
-        row, temperature = logits[n, :vocab], temperatures[n]
+        cut = cut or kinds[n] >= FILTERED
+    whole, keep = np.empty(vocab if cut else 0, np.float32), np.empty(vocab if cut else 0, np.bool_)
+    for n in range(tokens.size):
+        row, temperature, state = logits[n, :vocab], temperatures[n], np.uint32(states[n])
         top = row_tops(row, tops) / temperature
         log_total = log_sum(row, temperature, top)
-        logprobs[n] = log_total
+        logprobs[n, :] = _NAN
         if log_total != log_total:
             if kinds[n] != GIVEN:
                 tokens[n] = -1
             continue
+        if kinds[n] >= FILTERED:
+            tokens[n], logprobs[n, 0], logprobs[n, 1] = _sample_filtered(
+                row, temperature, top, log_total, state, kinds[n] == FILTERED + GREEDY, filters[n],
+                barred[bars[n] : bars[n + 1]], table, hashes, whole, keep,
+            )  # fmt: skip
+            continue
         if kinds[n] == GREEDY:
             tokens[n] = _first_of_value(row, tops, temperature, top, log_total)
         elif kinds[n] == DRAW:
-            state = np.uint32(states[n])
             tokens[n] = _draw_from_logits(row, tops, temperature, top, log_total, state, table, hashes)
-        logprobs[n] = logprob(row[tokens[n]], temperature, top, log_total) if tokens[n] >= 0 else np.float32(np.nan)
+        if tokens[n] >= 0:
+            logprobs[n, :] = logprob(row[tokens[n]], temperature, top, log_total)
 
 
 @functools.lru_cache(maxsize=2)
 def _sample_entry(stored: type) -> Any:
-    """Jobs are rows. logits, columns, vocab, temperatures, states, kinds, table, entries of it, tokens, logprobs."""
+    """Jobs are rows. logits, columns, vocab, temperatures, states, kinds, filters, bars, barred, ids in it, table,
+    entries of it, tokens, logprobs."""
 
     def sample(address: Any) -> None:
-        block = carray(address, 13, np.int64)
+        block = carray(address, 17, np.int64)
         rows = block[1]
         logits = carray(pointer(block[3]), (rows, block[4]), stored)
         temperatures = carray(pointer(block[6]), rows, np.float32)
         states, kinds = carray(pointer(block[7]), rows, np.int64), carray(pointer(block[8]), rows, np.int64)
-        table = carray(pointer(block[9]), block[10], np.uint32)
-        tokens = carray(pointer(block[11]), rows, np.int64)
-        logprobs = carray(pointer(block[12]), rows, np.float32)
+        filters, bars = carray(pointer(block[9]), (rows, 3), np.float64), carray(pointer(block[10]), rows + 1, np.int64)
+        barred = carray(pointer(block[11]), block[12], np.int64)
+        table = carray(pointer(block[13]), block[14], np.uint32)
+        tokens, logprobs = carray(pointer(block[15]), rows, np.int64), carray(pointer(block[16]), (rows, 2), np.float32)
         while True:
             first, last = take_jobs(block)
             if first >= last:
                 return
             here = slice(first, last)
             sample_rows(
-                logits[here], block[5], temperatures[here], states[here], kinds[here], table,
-                tokens[here], logprobs[here],
+                logits[here], block[5], temperatures[here], states[here], kinds[here], filters[here],
+                bars[first : last + 1], barred, table, tokens[here], logprobs[here],
             )  # fmt: skip
 
     return entry(sample)
+
+
+@dataclass(frozen=True, slots=True)
+class RowsToSample:
+    """What is wanted of N rows; see ``sample_rows``."""
+
+    temperatures: torch.Tensor
+    """float32 [N]"""
+    states: torch.Tensor
+    """int64 [N]"""
+    kinds: torch.Tensor
+    """int64 [N]"""
+    filters: torch.Tensor
+    """float64 [N, 3]"""
+    bars: torch.Tensor
+    """int64 [N + 1]"""
+    barred: torch.Tensor
+    """int64 [ids]"""
+    tokens: torch.Tensor
+    """int64 [N], read where a token is given, else written"""
 
 
 class CpuSampler:
@@ -274,25 +349,17 @@ class CpuSampler:
             logprobs = np.where(keep, logprobs, np.float32(-np.inf))
         return int(_draw_row(logprobs, np.uint32(row_state(seed, position) & MASK32), self._table, self._hashes))
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        vocab_size: int,
-        temperatures: torch.Tensor,
-        states: torch.Tensor,
-        kinds: torch.Tensor,
-        tokens: torch.Tensor,
-    ) -> torch.Tensor:
-        """``sample_rows`` over rows that need no filter, on all threads; fills ``tokens``, returns log-probs [N]."""
+    def sample(self, logits: torch.Tensor, vocab_size: int, rows: RowsToSample) -> torch.Tensor:
+        """``sample_rows`` on all threads: logits [N, >= V]; fills ``rows.tokens``, returns log-probs [N, 2]."""
         logits = logits.contiguous()
-        logprobs = torch.empty(logits.size(0))
-        columns = logits.size(1)
+        logprobs = torch.empty(logits.size(0), 2)
         stored = np.uint16 if logits.dtype == torch.bfloat16 else np.float32
         if stored not in self._calls:
-            self._calls[stored] = Call(_sample_entry(stored), "q" * 10)
+            self._calls[stored] = Call(_sample_entry(stored), "q" * 14)
         self._calls[stored](
-            logits.size(0), 2 * logits.size(0) * vocab_size, WORTH_A_THREAD, logits.data_ptr(), columns, vocab_size,
-            temperatures.data_ptr(), states.data_ptr(), kinds.data_ptr(), self._table.ctypes.data, self._table.size,
-            tokens.data_ptr(), logprobs.data_ptr(),
+            logits.size(0), 2 * logits.size(0) * vocab_size, WORTH_A_THREAD, logits.data_ptr(), logits.size(1),
+            vocab_size, rows.temperatures.data_ptr(), rows.states.data_ptr(), rows.kinds.data_ptr(),
+            rows.filters.data_ptr(), rows.bars.data_ptr(), rows.barred.data_ptr(), rows.barred.numel(),
+            self._table.ctypes.data, self._table.size, rows.tokens.data_ptr(), logprobs.data_ptr(),
         )  # fmt: skip
         return logprobs

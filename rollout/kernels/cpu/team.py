@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba.core import types
-from numba.extending import intrinsic
 
-from rollout.kernels.cpu.compiler import caching
+from rollout.kernels.cpu.compiler import caching, intrinsic
 
 NEXT_JOB, JOBS, GRAIN, FIRST = 0, 1, 2, 3
 """Words of a call block: jobs handed out so far, jobs there are, jobs handed out at once; arguments from FIRST on."""

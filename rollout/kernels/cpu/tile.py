@@ -12,9 +12,9 @@ from typing import Any
 
 import numba
 from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
+from numba.core import types
 
+from rollout.kernels.cpu.compiler import cgutils, intrinsic
 from rollout.kernels.cpu.vector import WIDTH, constant, splat, widen
 
 

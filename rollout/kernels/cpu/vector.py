@@ -14,8 +14,10 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic, models, overload, register_model
+from numba.core import types
+from numba.extending import models, overload, register_model
+
+from rollout.kernels.cpu.compiler import cgutils, intrinsic
 
 WIDTH = 16
 """float32 lanes of a vector"""
@@ -37,7 +39,7 @@ lanes_type = LanesType()
 @register_model(LanesType)
 class _LanesModel(models.PrimitiveModel):
     def __init__(self, manager: Any, frontend_type: Any) -> None:
-        super().__init__(manager, frontend_type, FLOATS)
+        super().__init__(manager, frontend_type, FLOATS)  # type: ignore[no-untyped-call]
 
 
 def constant(kind: Any, value: Any) -> Any:
@@ -82,8 +84,8 @@ def _load_whole(typing: Any, array: Any, at: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = signature.args[0]
         if kind.dtype == types.uint16:
-            return widen(builder, builder.load(_place(context, builder, kind, *args, _HALVES), align=2))
-        return builder.load(_place(context, builder, kind, *args, FLOATS), align=4)
+            return widen(builder, builder.load(_place(context, builder, kind, args[0], args[1], _HALVES), align=2))
+        return builder.load(_place(context, builder, kind, args[0], args[1], FLOATS), align=4)
 
     return lanes_type(array, types.intp), generate
 
