@@ -16,8 +16,9 @@ import torch
 from rollout.kernels.cpu.arrays import array_of
 from rollout.kernels.cpu.compiler import compiled
 from rollout.kernels.cpu.elements import load, store
-from rollout.kernels.cpu.numerics import exp_f32
+from rollout.kernels.cpu.numerics import exp_lanes
 from rollout.kernels.cpu.parallel import run_split
+from rollout.kernels.cpu.vector import WIDTH, in_all_lanes, put, take
 
 _CHUNK = 16384
 _ONE = np.float32(1.0)
@@ -25,15 +26,17 @@ _ONE = np.float32(1.0)
 
 @compiled
 def _silu(x: np.ndarray, out: np.ndarray) -> None:
-    for i in range(x.size):
-        v = load(x[i])
-        out[i] = store(v / (_ONE + exp_f32(-v)), x[i])
+    one = in_all_lanes(_ONE)
+    for i in range(0, x.size, WIDTH):
+        v = take(x, i)
+        put(out, i, v / (one + exp_lanes(-v)))
 
 
 @compiled
 def _sigmoid(x: np.ndarray, out: np.ndarray) -> None:
-    for i in range(x.size):
-        out[i] = store(_ONE / (_ONE + exp_f32(-load(x[i]))), x[i])
+    one = in_all_lanes(_ONE)
+    for i in range(0, x.size, WIDTH):
+        put(out, i, one / (one + exp_lanes(-take(x, i))))
 
 
 @compiled

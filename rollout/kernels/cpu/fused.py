@@ -18,28 +18,15 @@ _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 
 
-@numba.njit(inline="always", error_model="numpy")
-def _fold(lanes: np.ndarray) -> np.float32:
-    total = _ZERO
-    for t in range(LANES):
-        total = total + lanes[t]
-    return total
-
-
 @compiled
 def mean_rows(x: np.ndarray, out: np.ndarray) -> None:
     """out[r] = mean of row r: sums in 16 lanes by column index, folded in order. x float32 [R, N], out float32 [R]."""
-    lanes = np.empty(LANES, np.float32)
     rows, columns = x.shape
-    whole = columns - columns % LANES
     for r in range(rows):
-        lanes[:] = _ZERO
-        for c in range(0, whole, LANES):
-            for t in range(LANES):
-                lanes[t] = lanes[t] + x[r, c + t]
-        for c in range(whole, columns):
-            lanes[c - whole] = lanes[c - whole] + x[r, c]
-        out[r] = _fold(lanes) / np.float32(columns)
+        sums = in_all_lanes(_ZERO)
+        for c in range(0, columns, LANES):
+            sums = sums + take(x[r], c)
+        out[r] = sum_of_lanes(sums) / np.float32(columns)
 
 
 @numba.njit(inline="always", error_model="numpy")

@@ -184,12 +184,12 @@ class CpuKernelSet(KernelSet):
     def providers(self) -> Mapping[str, str]:
         """See ``KernelSet.providers``."""
         return {
-            "attention": f"zerodrift.cpu.paged_attention(block={self.page_size}, lanes=16, num_splits=1)",
+            "attention": f"zerodrift.cpu.paged_attention(block={self.page_size}, lanes=16, fma, num_splits=1)",
             "linear": f"aten.mm(rows padded to {invariant.ROW_TILE})",
             "silu": "zerodrift.cpu.silu",
             "norm": "transformers eager, mean in 16 lanes",
             "rope": "transformers eager, float64 cos and sin",
-            "log_softmax": "aten._log_softmax",
+            "log_softmax": "zerodrift.cpu.log_softmax(chunk=256, lanes=16)",
             "source": source_digest(),
             "sampler": "zerodrift.cpu.sampler",
         }
