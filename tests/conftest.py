@@ -7,6 +7,8 @@ import os
 # Read once by torch, numba and huggingface_hub when they load, so set before any test imports them.
 os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Short spins also while other work keeps the machine busy; the value is that of rollout.openmp.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from collections.abc import Iterator
 from pathlib import Path
