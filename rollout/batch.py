@@ -47,9 +47,7 @@ def _output_range(rows: ScheduledRows) -> range:
     """Positions of this sequence's rows whose logits are wanted."""
     sequence = rows.sequence
     first, last = sequence.num_computed, sequence.num_computed + rows.count
-    if sequence.score is not None:
-        return range(max(first, sequence.score.start - 1), last)
-    return range(last - 1, last) if last == len(sequence.token_ids) else range(0)
+    return range(max(first, sequence.num_reusable), last)
 
 
 def build_batch(scheduled: list[ScheduledRows], page_size: int) -> StepBatch:

@@ -14,6 +14,7 @@ import grpc.aio
 from rollout import codec
 from rollout.backend import Backend
 from rollout.errors import DuplicateRequest, RolloutError
+from rollout.interceptors import client_of
 from rollout.types import TensorChunk
 from rollout.v1 import rollout_pb2 as pb
 from rollout.v1 import rollout_pb2_grpc
@@ -41,17 +42,19 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         codec.refuse_unknown_fields(request)
         decoded = codec.generate_request_from_proto(request, encode=self._backend.encode)
         async with self._named(decoded.request_id) as request_id:
-            events = self._backend.generate(replace(decoded, request_id=request_id))
+            client = client_of(context)
+            events = self._backend.generate(replace(decoded, request_id=request_id, client=client))
             async with aclosing(events):
                 async for event in events:
-                    yield codec.generate_event_to_proto(event)
+                    for part in codec.split_event(event):
+                        yield codec.generate_event_to_proto(part)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         """Score by prefill; grpc.aio cancels this task, and so the backend's call, when the client goes."""
         codec.refuse_unknown_fields(request)
         decoded = codec.score_request_from_proto(request)
         async with self._named(decoded.request_id) as request_id:
-            result = await self._backend.score(replace(decoded, request_id=request_id))
+            result = await self._backend.score(replace(decoded, request_id=request_id, client=client_of(context)))
         return codec.score_result_to_proto(result)
 
     async def UpdateWeights(
