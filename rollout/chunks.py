@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeVar
 
 import numpy as np
 
 from rollout.types import PromptChunk, TokenChunk, TopLogprobs
-
-Chunk = TypeVar("Chunk", TokenChunk, PromptChunk)
 
 
 def merge_chunks(chunks: list[TokenChunk]) -> list[TokenChunk]:
@@ -45,25 +42,31 @@ def join_tops(tops: list[TopLogprobs | None]) -> TopLogprobs | None:
     return TopLogprobs(np.concatenate([t.token_ids for t in asked]), np.concatenate([t.logprobs for t in asked]))
 
 
-def cut_chunk(chunk: Chunk, first: int, last: int | None = None) -> Chunk:
-    """Rows [first, last) of a chunk, contiguous in memory."""
+def cut_tokens(chunk: TokenChunk, first: int, last: int | None = None) -> TokenChunk:
+    """Tokens [first, last) of a chunk, contiguous in memory."""
     rows = slice(first, last)
-    digests = None if chunk.row_digests is None else np.ascontiguousarray(chunk.row_digests[rows])
-    top = None
-    if chunk.top is not None:
-        top = TopLogprobs(
-            np.ascontiguousarray(chunk.top.token_ids[rows]), np.ascontiguousarray(chunk.top.logprobs[rows])
-        )
-    if isinstance(chunk, PromptChunk):
-        return replace(
-            chunk, start=chunk.start + first, logprobs=chunk.logprobs[rows].copy(), row_digests=digests, top=top
-        )
     return replace(
         chunk,
         offset=chunk.offset + first,
         token_ids=chunk.token_ids[rows].copy(),
         policy_logprobs=chunk.policy_logprobs[rows].copy(),
         behavior_logprobs=chunk.behavior_logprobs[rows].copy(),
-        row_digests=digests,
-        top=top,
+        row_digests=None if chunk.row_digests is None else chunk.row_digests[rows].copy(),
+        top=_cut_top(chunk.top, rows),
     )
+
+
+def cut_prompt(chunk: PromptChunk, first: int, last: int | None = None) -> PromptChunk:
+    """Entries [first, last) of a chunk, contiguous in memory."""
+    rows = slice(first, last)
+    return replace(
+        chunk,
+        start=chunk.start + first,
+        logprobs=chunk.logprobs[rows].copy(),
+        row_digests=None if chunk.row_digests is None else chunk.row_digests[rows].copy(),
+        top=_cut_top(chunk.top, rows),
+    )
+
+
+def _cut_top(top: TopLogprobs | None, rows: slice) -> TopLogprobs | None:
+    return None if top is None else TopLogprobs(top.token_ids[rows].copy(), top.logprobs[rows].copy())

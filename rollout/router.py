@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.chunks import cut_chunk
+from rollout.chunks import cut_tokens
 from rollout.engine import Event, FailureEvent, ScoreEvent
 from rollout.errors import ReplicaUnavailable, RolloutError
 from rollout.replica import Replica
@@ -281,7 +281,7 @@ class Router:
         if skip >= len(chunk.token_ids):
             return True
         if skip > 0:
-            chunk = cut_chunk(chunk, skip)
+            chunk = cut_tokens(chunk, skip)
         live.delivered = chunk.offset + len(chunk.token_ids)
         live.versions.add(chunk.weight_version)
         live.queue.put_nowait(chunk)

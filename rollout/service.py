@@ -31,10 +31,16 @@ class _LiveCall:
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
-    """One servicer a server. Its only state is which request ids are live."""
+    """One servicer a server. Its only state is which request ids are live.
 
-    def __init__(self, backend: Backend) -> None:
+    Args:
+        backend: what answers.
+        split_bytes: chunks of a stream that hold more tensor bytes go in several messages.
+    """
+
+    def __init__(self, backend: Backend, *, split_bytes: int = codec.SPLIT_BYTES) -> None:
         self._backend = backend
+        self._split_bytes = split_bytes
         self._live: dict[str, _LiveCall] = {}
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
@@ -46,7 +52,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             events = self._backend.generate(replace(decoded, request_id=request_id, client=client))
             async with aclosing(events):
                 async for event in events:
-                    for part in codec.split_event(event):
+                    for part in codec.split_event(event, self._split_bytes):
                         yield codec.generate_event_to_proto(part)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:

@@ -1,8 +1,8 @@
 """Random lives of one engine, replayable from a seed: whatever happens around a sample, it says what it says alone.
 
 A ``Plan`` holds every decision, so a failing one can be cut down and played again. In between steps it lets requests
-arrive with any priority and client, aborts and resumes them, preempts, shuffles free pages, poisons unused slots, scores
-strangers and swaps the weights.
+arrive with any priority and client, aborts and resumes them, preempts, shuffles free pages, poisons unused slots,
+scores strangers and swaps the weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from rollout.engine import Engine, Event, FailureEvent, ScoreEvent
@@ -99,8 +98,8 @@ class Plan:
 def random_plan(seed: int) -> Plan:
     """The plan of a seed, the same for ever."""
     rng = random.Random(seed)
-    storm = rng.random() < 0.15
-    chosen = rng.sample(range(len(REQUESTS)), rng.randint(1, 3 if storm else 7))
+    storm = rng.random() < 0.25
+    chosen = rng.sample(range(len(REQUESTS)), rng.randint(1, 4 if storm else 10))
     spread = rng.choice((0, 4, 12, 30))
     arrivals = tuple(
         Arrival(rng.randint(0, spread), i, rng.choice((0, 0, 0, 3, -2)), rng.choice("abc")) for i in chosen
@@ -110,17 +109,17 @@ def random_plan(seed: int) -> Plan:
     return Plan(
         seed=seed,
         arrivals=arrivals,
-        scores=tuple((rng.randint(0, spread), rng.randrange(len(SCORES))) for _ in range(rng.choice((0, 0, 1, 2)))),
+        scores=tuple((rng.randint(0, spread), rng.randrange(len(SCORES))) for _ in range(rng.choice((0, 1, 3)))),
         aborts=tuple(
             (rng.randint(0, steps), i, rng.random() < 0.7) for i in chosen if rng.random() < rng.choice((0.0, 0.4))
         ),
-        preempts=tuple((rng.randint(1, steps), rng.randrange(8)) for _ in range(rng.choice((0, 0, 2, 6)))),
+        preempts=tuple((rng.randint(1, steps), rng.randrange(8)) for _ in range(rng.choice((0, 3, 12)))),
         updates=tuple((rng.randint(1, steps), rng.random() < 0.4) for _ in range(rng.choice((0, 0, 0, 1, 2)))),
         shuffles=tuple(rng.randint(0, steps) for _ in range(rng.randint(0, 4))),
         storm=storm,
         poison=rng.random() < 0.3,
         prefix_cache=rng.random() < 0.8,
-        pages=rng.randint(5, 14),
+        pages=rng.choice((5, 6, 7, 9, 14)),
         chunk=rng.randint(16 if storm else 1, 60),
         batch_tokens=batch_tokens,
         running=rng.randint(1, min(8, batch_tokens)),
@@ -160,7 +159,11 @@ def given_bits(given: PromptChunk | SequenceScore | None) -> tuple[bytes, ...]:
     """Everything in a prompt's or a sequence's scores."""
     if given is None:
         return ()
-    return given.logprobs.tobytes(), b"" if given.row_digests is None else given.row_digests.tobytes(), _top_bytes(given.top)
+    return (
+        given.logprobs.tobytes(),
+        b"" if given.row_digests is None else given.row_digests.tobytes(),
+        _top_bytes(given.top),
+    )
 
 
 # ---- references -------------------------------------------------------------------------------------------------

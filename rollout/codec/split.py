@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rollout.chunks import cut_chunk
+from rollout.chunks import cut_prompt, cut_tokens
 from rollout.codec.generate import GenerateEvent
 from rollout.types import PromptChunk, TokenChunk
 
@@ -30,4 +30,4 @@ def split_event(event: GenerateEvent, most_bytes: int = SPLIT_BYTES) -> Iterator
         return
     for first in range(0, length, rows):
         last = first + rows
-        yield cut_chunk(event, first, last) if isinstance(event, TokenChunk) else cut_chunk(event, first, last)
+        yield cut_tokens(event, first, last) if isinstance(event, TokenChunk) else cut_prompt(event, first, last)

@@ -29,9 +29,11 @@ def scheduler(
     return Scheduler(SchedulerLimits(tokens, running, waiting, chunk, PAGE), PageAllocator(pages, index))
 
 
-def sequence(prompt: int, most: int = 20, name: str = "s", token: int = 2) -> Sequence:
+def sequence(
+    prompt: int, most: int = 20, name: str = "s", token: int = 2, *, priority: int = 0, client: str = ""
+) -> Sequence:
     request = SampleRequest(name, (token,) * prompt, SamplingParams(seed=1, max_tokens=most))
-    return Sequence(name, [token] * prompt, prompt, prompt + most, request=request)
+    return Sequence(name, [token] * prompt, prompt, prompt + most, request=request, priority=priority, client=client)
 
 
 def index() -> PrefixIndex:
