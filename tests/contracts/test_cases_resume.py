@@ -1,4 +1,4 @@
-"""Cases G1 and G4 over gRPC: the budget of a resume counts what was generated; a fresh start knows nothing of before."""
+"""Cases G1 and G4 over gRPC: a resume's budget counts what was generated; a fresh start knows nothing of before."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_two_clients_get_equal_work_however_many_requests_they_send(many: int) -
     assert 0.8 < fed["a"] / fed["b"] < 1.25, fed
 
 
-def test_by_arrival_alone_they_would_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_arrival_alone_they_would_not() -> None:
     """Negative control: everybody is one client."""
     sched = scheduler(pages=200, tokens=64)
     for i in range(40):
@@ -130,9 +130,10 @@ def test_a_client_is_not_charged_for_what_a_preemption_repeats() -> None:
         step(sched)
     paid = sched.shares.served("a")
     sched.preempt(sched.running[0])
-    while sched.running[:1] == [] or sched.running[0].num_uncomputed > 1:
+    assert sched.preempted[0].num_uncomputed == paid + 1, "all that was fed, and the newest token"
+    while sched.preempted or sched.running[0].num_uncomputed > 1:
         step(sched)
-    assert sched.shares.served("a") == paid
+    assert sched.shares.served("a") == paid + 1
 
 
 def test_a_full_queue_names_the_client() -> None:
