@@ -89,6 +89,8 @@ class Plan:
     poison: bool
     """NaN into every unused slot before each step"""
     prefix_cache: bool
+    fused: bool
+    """the kernel set's own forward, or the modules in invariant mode"""
     pages: int
     chunk: int
     batch_tokens: int
@@ -119,6 +121,7 @@ def random_plan(seed: int) -> Plan:
         storm=storm,
         poison=rng.random() < 0.3,
         prefix_cache=rng.random() < 0.8,
+        fused=rng.random() < 0.85,
         pages=rng.choice((5, 6, 7, 9, 14)),
         chunk=rng.randint(16 if storm else 1, 60),
         batch_tokens=batch_tokens,
@@ -172,15 +175,14 @@ def given_bits(given: PromptChunk | SequenceScore | None) -> tuple[bytes, ...]:
 class Rig:
     """A model whose weights may be swapped between two sets, and isolated runs under each."""
 
-    def __init__(self, path: Path, model: SharedModel | None = None, **options: Any) -> None:
-        self.model = model or fresh_model(path, torch.float32)
-        self.options = options
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32, model: SharedModel | None = None) -> None:
+        self.model = model or fresh_model(path, dtype)
         self._sets = [[p.detach().clone() for _, p in self.model.parameters()] for _ in range(2)]
         generator = torch.Generator().manual_seed(5)
         for tensor in self._sets[1]:
             tensor += 0.05 * torch.randn(tensor.shape, generator=generator)
         self._loaded = 0
-        self._alone = [self._engine_of(fresh_model(path, torch.float32), which) for which in range(2)]
+        self._alone = [self._engine_of(fresh_model(path, dtype), which) for which in range(2)]
         self._samples: dict[tuple[int, str, tuple[int, ...]], Said] = {}
         self._scores: dict[tuple[int, int], tuple[bytes, ...]] = {}
 
@@ -280,7 +282,7 @@ class Life:
         rig.load(0)
         self.engine = build_engine(
             rig.model, batch_tokens=plan.batch_tokens, running=plan.running, chunk=plan.chunk,
-            kv_tokens=plan.pages * PAGE, shuffle=plan.seed, prefix_cache=plan.prefix_cache, **rig.options,
+            kv_tokens=plan.pages * PAGE, shuffle=plan.seed, prefix_cache=plan.prefix_cache, fused=plan.fused,
         )  # fmt: skip
         self.said = {a.request: Said() for a in plan.arrivals}
         self.terms = {a.request: a for a in plan.arrivals}

@@ -34,7 +34,10 @@ def main() -> int:
     deadline = time.monotonic() + 60 * options.minutes
     tally = Tally()
     with tempfile.TemporaryDirectory() as folder:
-        rigs = [Rig(tiny_model(kind, Path(folder) / kind)) for kind in ("qwen3", "llama")]
+        rigs = [
+            Rig(tiny_model(kind, Path(folder) / f"{kind}-{dtype}"), dtype)
+            for kind, dtype in (("qwen3", torch.float32), ("llama", torch.bfloat16))
+        ]
         seed, batch = first, BATCH
         while time.monotonic() < deadline and (options.schedules is None or tally.schedules < options.schedules):
             if options.schedules is not None:
