@@ -19,6 +19,11 @@ class OutputRow:
     position: int
     """index of the token fed at this row; its logits are those of position + 1"""
 
+    @property
+    def given(self) -> bool:
+        """Whether the next token is known, so that it is scored instead of drawn."""
+        return self.position + 1 < len(self.sequence.token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:

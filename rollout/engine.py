@@ -283,11 +283,12 @@ class Engine:
         for i, (output, token) in enumerate(zip(batch.outputs, sampled, strict=True)):
             sequence, position = output.sequence, output.position
             digest = digests[i] if digests is not None and sequence.row_digests else None
+            if sequence.sample_id not in self._live:
+                continue  # an earlier row of it has failed
             if token.error is not None:
-                if sequence.sample_id in self._live:
-                    self._retire(sequence, spoiled=isinstance(token.error, ParityError))
-                    events.append(FailureEvent(sequence.sample_id, token.error))
-            elif position + 1 < len(sequence.token_ids):
+                self._retire(sequence, spoiled=isinstance(token.error, ParityError))
+                events.append(FailureEvent(sequence.sample_id, token.error))
+            elif output.given:
                 assert sequence.given is not None
                 sequence.given.put(position + 1, token.policy_logprob, digest, tops[i])
             else:

@@ -47,7 +47,7 @@ class TokenSampler:
     def _row(self, logprobs: np.ndarray, output: OutputRow) -> SampledToken:
         sequence = output.sequence
         keep: np.ndarray | None = None
-        if output.position + 1 < len(sequence.token_ids) or sequence.request is None:
+        if sequence.request is None or output.given:
             token = sequence.token_ids[output.position + 1]
         else:
             sampling = sequence.request.sampling

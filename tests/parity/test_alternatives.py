@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollout.attention import PackedStep
-from rollout.errors import InvalidRequest
+from rollout.errors import InvalidRequest, ParityError
 from rollout.logprobs import policy_logprob_rows
 from rollout.model import SharedModel
 from rollout.types import PromptChunk, SampleEvent, SampleRequest, ScoreSequence, TokenChunk, TopLogprobs
@@ -163,6 +163,25 @@ def test_a_prompt_that_is_preempted_is_told_once_and_whole(qwen3: SharedModel, a
             if not engine.live_ids:
                 break
     assert [p.logprobs.tobytes() for p in prompts] == [expected.logprobs.tobytes()]
+
+
+def test_a_prompt_token_that_is_impossible_fails_the_sample_once(
+    qwen3: SharedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row that would draw the first token is whole; the sample has failed before it."""
+    engine = build_engine(qwen3, chunk=64)
+    real = type(engine._decoder).logits  # type: ignore[union-attr]
+
+    def logits(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        out = real(self, hidden)
+        if len(out) == 37:
+            out[3, PROMPT[4]] = -torch.inf
+        return out
+
+    monkeypatch.setattr(type(engine._decoder), "logits", logits)
+    one = run(engine, [asked(sample(PROMPT), prompt_logprobs=True)])["s"]
+    assert isinstance(one.error, ParityError) and not one.token_ids
+    assert run(engine, [sample(PROMPT)])["s"].bits() == run(build_engine(qwen3), [sample(PROMPT)])["s"].bits()
 
 
 def test_siblings_use_the_pages_of_the_one_that_tells(qwen3: SharedModel) -> None:
