@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed
 PROTO := proto/rollout/v1/rollout.proto
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto
 
-.PHONY: help setup model demo test test-slow lint fix proto schema bench
+.PHONY: help setup model demo test test-slow soak lint fix proto schema bench
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,6 +42,9 @@ test: model ## every test not marked slow
 
 test-slow: model ## the tests marked slow (none so far)
 	@$(BIN)/python -m pytest -x -q -m slow || [ $$? -eq 5 ]
+
+soak: setup ## random schedules with new seeds for SOAK_MINUTES (10)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak
 
 lint: setup ## ruff, mypy, import order, buf, freshness of generated files
 	@$(BIN)/ruff check

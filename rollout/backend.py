@@ -8,6 +8,7 @@ from typing import Protocol
 from rollout.types import (
     Completion,
     GenerateRequest,
+    PromptChunk,
     SampleSummary,
     ScoreRequest,
     ScoreResult,
@@ -22,8 +23,12 @@ from rollout.types import (
 class Backend(Protocol):
     """All methods raise errors of ``rollout.errors`` only."""
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk | SampleSummary | Completion, None]:
+    def generate(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[PromptChunk | TokenChunk | SampleSummary | Completion, None]:
         """Stream chunks and sample ends in any interleaving of samples, then one ``Completion``.
+
+        Prompt log-probs come before the first sample's first chunk.
 
         Closing the iterator (client cancel, deadline) aborts every sample of the request within one step.
         """

@@ -19,6 +19,11 @@ class OutputRow:
     position: int
     """index of the token fed at this row; its logits are those of position + 1"""
 
+    @property
+    def given(self) -> bool:
+        """Whether the next token is known, so that it is scored instead of drawn."""
+        return self.position + 1 < len(self.sequence.token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
@@ -47,9 +52,7 @@ def _output_range(rows: ScheduledRows) -> range:
     """Positions of this sequence's rows whose logits are wanted."""
     sequence = rows.sequence
     first, last = sequence.num_computed, sequence.num_computed + rows.count
-    if sequence.score is not None:
-        return range(max(first, sequence.score.start - 1), last)
-    return range(last - 1, last) if last == len(sequence.token_ids) else range(0)
+    return range(max(first, sequence.num_reusable), last)
 
 
 def build_batch(scheduled: list[ScheduledRows], page_size: int) -> StepBatch:

@@ -61,6 +61,9 @@ class EngineSettings(_Section):
     max_batch_tokens: int = Field(512, ge=1, description="Token budget of one step, prefill and decode together.")
     max_running: int = Field(32, ge=1, description="Most samples that run at a time.")
     max_waiting: int = Field(4096, ge=0, description="Most samples that wait; more are refused.")
+    max_waiting_per_client: int | None = Field(
+        None, ge=1, description="Most samples of one client that wait; null: all but an eighth of max_waiting."
+    )
     threads: int = Field(1, ge=1, description="CPU threads of one engine.")
     chunk_size: int = Field(256, ge=1, description="Most prompt tokens of one sample in one step.")
     prefix_cache: bool = Field(True, description="Whether full KV pages are shared and kept for equal prefixes.")
@@ -94,6 +97,10 @@ class ServerSettings(_Section):
     max_message_bytes: int = Field(268435456, ge=65536, le=2**31 - 1, description="Largest message, both ways.")
     max_concurrent_rpcs: int = Field(4096, ge=1, description="Most calls at a time.")
     max_n: int = Field(256, ge=1, description="Most samples one request may ask for.")
+    max_priority: int = Field(
+        10, ge=0, le=1000, description="Priorities of requests lie in [-max_priority, max_priority]."
+    )
+    max_top_logprobs: int = Field(64, ge=0, description="Most alternatives a request may ask for at each position.")
     reflection: bool = Field(True, description="Whether gRPC reflection is served.")
     allow_insecure: bool = Field(False, description="Allow a host other than loopback without TLS.")
     drain_s: float = Field(30, ge=0, description="Seconds that running calls get at shutdown.")

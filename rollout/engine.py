@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rollout.attention import PagedStep
+from rollout.attention import paged_step
 from rollout.batch import StepBatch, build_batch
 from rollout.detokenize import Detokenizer
 from rollout.errors import DuplicateRequest, InvalidRequest, NotFound, ParityError, RolloutError
+from rollout.given_scores import GivenScores
 from rollout.kernels.base import KVLayout
 from rollout.kvcache import PageAllocator
 from rollout.logprobs import effective_temperature, row_digests
@@ -28,15 +29,18 @@ from rollout.scheduler import Scheduler, SchedulerLimits
 from rollout.sequence import Sequence
 from rollout.stopping import Stopper
 from rollout.token_sampler import TokenSampler
+from rollout.top_logprobs import tops_of
 from rollout.types import (
     FinishDetail,
     FinishReason,
+    PromptChunk,
     SampleEvent,
     SampleRequest,
     SampleSummary,
     ScoreSequence,
     SequenceScore,
     TokenChunk,
+    TopLogprobs,
 )
 
 
@@ -132,6 +136,7 @@ class Engine:
                 "stop strings and bar_undefined_tokens need a tokenizer, and the model has none; use stop_token_ids",
                 field="sampling.stop" if sampling.stop else "sampling.bar_undefined_tokens",
             )
+        self._check_top(request.top_logprobs)
         if sampling.seed is None:
             raise InvalidRequest("a sample reached the engine without a seed", field="sampling.seed")
         wanted = room if sampling.max_tokens is None else sampling.max_tokens
@@ -158,13 +163,29 @@ class Engine:
             seed=sample_seed(sampling.seed, request.sample_index),
             barred=barred,
             stopper=Stopper(request, self.model.spec.eos_token_ids, self._tokenizer),
+            priority=request.priority,
+            client=request.client,
+            top_logprobs=request.top_logprobs,
         )
+        if request.prompt_logprobs and prompt > 1:
+            sequence.given = GivenScores(1, prompt - 1, digests=request.row_digests, top=request.top_logprobs)
         self.scheduler.add(sequence)
         self._live[sequence.sample_id] = sequence
 
-    def add_score(self, sample_id: str, score: ScoreSequence, *, temperature: float, want_digests: bool) -> None:
+    def add_score(
+        self,
+        sample_id: str,
+        score: ScoreSequence,
+        *,
+        temperature: float,
+        want_digests: bool,
+        top_logprobs: int = 0,
+        priority: int = 0,
+        client: str = "",
+    ) -> None:
         """Queue a sequence to score; ends in a ``ScoreEvent``."""
         self._check_new(sample_id)
+        self._check_top(top_logprobs)
         length = len(score.token_ids)
         self._check_ids(score.token_ids, "sequences")
         if not 1 <= score.start < length:
@@ -182,8 +203,10 @@ class Engine:
             score=score,
             temperature=effective_temperature(temperature),
             row_digests=want_digests,
-            score_logprobs=np.full(length - score.start, np.nan, np.float32),
-            score_digests=np.zeros(length - score.start, np.uint64) if want_digests else None,
+            priority=priority,
+            client=client,
+            top_logprobs=top_logprobs,
+            given=GivenScores(score.start, length - score.start, digests=want_digests, top=top_logprobs),
         )
         self.scheduler.add(sequence)
         self._live[sample_id] = sequence
@@ -251,33 +274,47 @@ class Engine:
         if self._decoder is not None:
             rows = batch.input_ids, batch.positions, batch.slots
             return self._decoder.hidden_states(*rows, self.store, *tables, batch.output_rows)
-        step = PagedStep(self.model.kernels, self.store, batch.slots, *tables)
+        step = paged_step(self.model.kernels, self.store, batch.slots, *tables)
         return self.model.hidden_states(batch.input_ids, batch.positions, step)[batch.output_rows]
 
     def _emit(self, batch: StepBatch, hidden: torch.Tensor, events: list[Event]) -> None:
         logits = self.model.logits(hidden) if self._decoder is None else self._decoder.logits(hidden)
         digests = row_digests(logits, self.model.spec.vocab_size) if batch.wants_digests else None
         sampled = self._sampler.run(logits, batch.outputs)
+        tops = tops_of(logits, batch.outputs, self.model.spec.vocab_size)
         for i, (output, token) in enumerate(zip(batch.outputs, sampled, strict=True)):
             sequence, position = output.sequence, output.position
             digest = digests[i] if digests is not None and sequence.row_digests else None
+            if sequence.sample_id not in self._live:
+                continue  # an earlier row of it has failed
             if token.error is not None:
-                if sequence.sample_id in self._live:
-                    self._retire(sequence, spoiled=isinstance(token.error, ParityError))
-                    events.append(FailureEvent(sequence.sample_id, token.error))
-            elif sequence.score is not None:
-                at = position + 1 - sequence.score.start
-                assert sequence.score_logprobs is not None
-                sequence.score_logprobs[at] = token.policy_logprob
-                if digest is not None and sequence.score_digests is not None:
-                    sequence.score_digests[at] = digest
+                self._retire(sequence, spoiled=isinstance(token.error, ParityError))
+                events.append(FailureEvent(sequence.sample_id, token.error))
+            elif output.given:
+                assert sequence.given is not None
+                sequence.given.put(position + 1, token.policy_logprob, digest, tops[i])
             else:
-                events.append(
-                    self._append(sequence, token.token_id, token.policy_logprob, token.behavior_logprob, digest)
+                prompt = self._prompt_chunk(sequence)
+                event = self._append(
+                    sequence, token.token_id, token.policy_logprob, token.behavior_logprob, digest, tops[i]
                 )
+                events.append(event if prompt is None else dataclasses.replace(event, prompt=prompt))
+
+    def _prompt_chunk(self, sequence: Sequence) -> PromptChunk | None:
+        """The prompt's log-probs, once: with its first token all of them are known."""
+        given, sequence.given = sequence.given, None
+        if given is None:
+            return None
+        return PromptChunk(given.start, given.logprobs, self.weight_version, given.digests, given.top)
 
     def _append(
-        self, sequence: Sequence, token_id: int, policy: np.float32, behavior: np.float32, digest: np.uint64 | None
+        self,
+        sequence: Sequence,
+        token_id: int,
+        policy: np.float32,
+        behavior: np.float32,
+        digest: np.uint64 | None,
+        top: TopLogprobs | None,
     ) -> SampleEvent:
         assert sequence.request is not None and sequence.stopper is not None
         sequence.token_ids.append(token_id)
@@ -290,6 +327,7 @@ class Engine:
             behavior_logprobs=np.array([behavior], np.float32),
             weight_version=self.weight_version,
             row_digests=None if digest is None else np.array([digest], np.uint64),
+            top=top,
         )
         sequence.finish = sequence.stopper.push(token_id)
         if sequence.finish is None and len(sequence.token_ids) >= sequence.max_len:
@@ -318,10 +356,10 @@ class Engine:
 
     def _finish_score(self, sequence: Sequence) -> ScoreEvent:
         self._retire(sequence)
-        assert sequence.score_logprobs is not None
-        return ScoreEvent(
-            sequence.sample_id, SequenceScore(sequence.score_logprobs, sequence.score_digests), self.weight_version
-        )
+        given = sequence.given
+        assert given is not None
+        score = SequenceScore(given.logprobs, given.digests, given.top)
+        return ScoreEvent(sequence.sample_id, score, self.weight_version)
 
     def _text(self, sequence: Sequence) -> str | None:
         if self._tokenizer is None or sequence.request is None:
@@ -343,6 +381,13 @@ class Engine:
     def _check_new(self, sample_id: str) -> None:
         if sample_id in self._live:
             raise DuplicateRequest(f"sample {sample_id!r} is already live")
+
+    def _check_top(self, count: int) -> None:
+        vocab = self.model.spec.vocab_size
+        if not 0 <= count <= vocab:
+            raise InvalidRequest(
+                f"top_logprobs = {count} is outside [0, {vocab}], the size of the vocabulary", field="top_logprobs"
+            )
 
     def _check_ids(self, ids: tuple[int, ...], field: str) -> None:
         if not ids:

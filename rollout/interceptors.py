@@ -32,6 +32,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in the stubs o
 DOMAIN = "rollout"
 """``ErrorInfo.domain``."""
 REQUEST_ID_KEY = "x-request-id"
+CLIENT_ID_KEY = "x-client-id"
 RETRY_DELAY_S = 1
 """What ``RetryInfo`` suggests when a queue is full."""
 MAX_MESSAGE_BYTES = 1000
@@ -45,6 +46,19 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 def current_request_id() -> str:
     """Id of the RPC that this task serves, "" outside of one."""
     return _request_id.get()
+
+
+def client_of(context: Context) -> str:
+    """Whose call this is, for fair shares: metadata ``x-client-id``, else the peer's address without its port.
+
+    The name is taken on trust; a guard that authenticates should refuse names that are not the caller's.
+    """
+    for key, value in context.invocation_metadata() or ():
+        if key == CLIENT_ID_KEY and isinstance(value, str) and _REQUEST_ID.fullmatch(value):
+            return value
+    peer = str(context.peer())
+    # "ipv4:1.2.3.4:50", "ipv6:%5B::1%5D:50", "unix:path"
+    return peer if peer.startswith("unix:") else peer.rpartition(":")[0] or peer
 
 
 class GuardInterceptor(grpc.aio.ServerInterceptor, abc.ABC):

@@ -11,7 +11,7 @@ import hashlib
 import numpy as np
 import torch
 
-from rollout.types import Float32Array, UInt64Array
+from rollout.types import Float32Array, TopLogprobs, UInt64Array
 
 DIGEST_BYTES = 8
 
@@ -52,3 +52,23 @@ def row_digests(logits: torch.Tensor, vocab_size: int) -> UInt64Array:
     rows: Float32Array = logits[:, :vocab_size].detach().to(torch.float32).contiguous().cpu().numpy()
     digests = (hashlib.blake2b(row.data, digest_size=DIGEST_BYTES).digest() for row in rows)
     return np.fromiter((int.from_bytes(d, "little") for d in digests), dtype=np.uint64, count=len(rows))
+
+
+def top_logprob_rows(rows: Float32Array, count: int) -> TopLogprobs:
+    """The likeliest tokens of log-prob rows [N, V], exact: likeliest first, ties to the lowest id -> [N, count].
+
+    ``count`` lies in [1, V]. Rows with NaN come out as ids -1 and NaN.
+    """
+    ids = np.full((len(rows), count), -1, np.int32)
+    values = np.full((len(rows), count), np.nan, np.float32)
+    vocab = rows.shape[1]
+    for i, row in enumerate(rows):
+        if np.isnan(row).any():
+            continue
+        # The least value that still belongs; of those equal to it, the lowest ids fill what is left.
+        edge = np.partition(row, vocab - count)[vocab - count]
+        above = np.flatnonzero(row > edge)
+        chosen = np.concatenate((above, np.flatnonzero(row == edge)[: count - len(above)]))
+        chosen = chosen[np.lexsort((chosen, -row[chosen]))]
+        ids[i], values[i] = chosen, row[chosen]
+    return TopLogprobs(ids, values)

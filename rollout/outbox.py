@@ -6,37 +6,9 @@ import threading
 import time
 from collections.abc import Iterable
 
-import numpy as np
-
+from rollout.chunks import merge_chunks
 from rollout.engine import Event
 from rollout.types import SampleEvent, TokenChunk
-
-
-def merge_chunks(chunks: list[TokenChunk]) -> list[TokenChunk]:
-    """Join consecutive chunks of one sample that share a weight version."""
-    merged: list[list[TokenChunk]] = []
-    for chunk in chunks:
-        if merged and merged[-1][0].weight_version == chunk.weight_version:
-            merged[-1].append(chunk)
-        else:
-            merged.append([chunk])
-    return [_join(group) for group in merged]
-
-
-def _join(group: list[TokenChunk]) -> TokenChunk:
-    if len(group) == 1:
-        return group[0]
-    first = group[0]
-    digests = [c.row_digests for c in group if c.row_digests is not None]
-    return TokenChunk(
-        sample_index=first.sample_index,
-        offset=first.offset,
-        token_ids=np.concatenate([c.token_ids for c in group]),
-        policy_logprobs=np.concatenate([c.policy_logprobs for c in group]),
-        behavior_logprobs=np.concatenate([c.behavior_logprobs for c in group]),
-        weight_version=first.weight_version,
-        row_digests=np.concatenate(digests) if digests else None,
-    )
 
 
 class Outbox:
@@ -80,6 +52,8 @@ def _merge(events: list[Event]) -> list[Event]:
 
     for event in events:
         if isinstance(event, SampleEvent):
+            if event.prompt is not None:
+                result.append(SampleEvent(event.sample_id, prompt=event.prompt))
             if event.chunk is not None:
                 chunks.setdefault(event.sample_id, []).append(event.chunk)
             if event.summary is not None:

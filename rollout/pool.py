@@ -37,6 +37,7 @@ from rollout.types import (
     Completion,
     GenerateRequest,
     LogprobMode,
+    PromptChunk,
     ReplicaLoad,
     SampleRequest,
     SampleSummary,
@@ -125,11 +126,14 @@ class Pool(Backend):
 
     # ---- generate -----------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk | SampleSummary | Completion, None]:
+    async def generate(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[PromptChunk | TokenChunk | SampleSummary | Completion, None]:
         """All samples on one replica; their events in order of arrival, then one ``Completion``.
 
         Raises:
-            InvalidRequest: n, sample_index, prompt or sampling out of range.
+            InvalidRequest: n, sample_index, prompt, sampling, priority or top_logprobs out of range.
+            CapacityExceeded: the replica's queue, or this client's part of it, is full.
             ReplicaUnavailable: no replica could finish.
         """
         samples = await self._samples(request)
@@ -165,6 +169,7 @@ class Pool(Backend):
             raise InvalidRequest(
                 f"sample_index = {request.sample_index} is outside [0, 2^31 - n)", field="sample_index"
             )
+        self._check_limits(request)
         sampling = request.sampling
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=draw_seed())
@@ -177,12 +182,37 @@ class Pool(Backend):
                 sampling,
                 request.sample_index,
                 request.row_digests,
+                request.top_logprobs,
+                request.prompt_logprobs,
+                request.priority,
+                request.client,
             ),
         )
+        # The prompt is the same for all: one of them says its log-probs, the others may use its pages.
         return [
-            dataclasses.replace(first, sample_id=f"{request.request_id}/{unique}/{i}", sample_index=i)
+            dataclasses.replace(
+                first,
+                sample_id=f"{request.request_id}/{unique}/{i}",
+                sample_index=i,
+                prompt_logprobs=request.prompt_logprobs and i == request.sample_index,
+            )
             for i in range(request.sample_index, request.sample_index + request.n)
         ]
+
+    def _check_limits(self, request: GenerateRequest | ScoreRequest) -> None:
+        server = self._settings.server
+        if abs(request.priority) > server.max_priority:
+            raise InvalidRequest(
+                f"priority = {request.priority} is outside [-{server.max_priority}, {server.max_priority}] "
+                "(server.max_priority)",
+                field="priority",
+            )
+        if not 0 <= request.top_logprobs <= server.max_top_logprobs:
+            raise InvalidRequest(
+                f"top_logprobs = {request.top_logprobs} is outside [0, {server.max_top_logprobs}] "
+                "(server.max_top_logprobs)",
+                field="top_logprobs",
+            )
 
     async def abort(self, request_id: str) -> int:
         """End one request's samples, or everyone's for "".
@@ -201,10 +231,13 @@ class Pool(Backend):
         """Score on one replica; sequences that an update overtook are scored again.
 
         Raises:
-            InvalidRequest: nothing to score, or a sequence out of range. ReplicaUnavailable: weights kept changing.
+            InvalidRequest: nothing to score, a sequence or option out of range, or an answer that would not fit one
+                message. CapacityExceeded: the queue is full. ReplicaUnavailable: weights kept changing.
         """
         if not request.sequences:
             raise InvalidRequest("no sequences to score", field="sequences")
+        self._check_limits(request)
+        self._check_answer_size(request)
         done: dict[int, ScoreEvent] = {}
         wanted = list(range(len(request.sequences)))
         for _ in range(_MAX_SCORE_ATTEMPTS):
@@ -216,15 +249,27 @@ class Pool(Backend):
                 return self._score_result(request, done, newest)
         raise ReplicaUnavailable("weights changed during every attempt to score; try again")
 
+    def _check_answer_size(self, request: ScoreRequest) -> None:
+        """Refuse before the work what could not be sent after it."""
+        limit = self._settings.server.max_message_bytes
+        positions = sum(len(s.token_ids) - s.start for s in request.sequences)
+        # Log-prob, digest and alternatives; 128 bytes of heads a sequence.
+        size = positions * (4 + 8 * request.row_digests + 8 * request.top_logprobs) + 128 * len(request.sequences)
+        if size > limit:
+            raise InvalidRequest(
+                f"{positions} positions with {request.top_logprobs} alternatives each answer with {size} bytes, a "
+                f"message holds {limit} (server.max_message_bytes); score fewer sequences a call or ask for fewer "
+                "alternatives",
+                field="sequences",
+            )
+
     async def _score_some(self, request: ScoreRequest, wanted: list[int]) -> dict[int, ScoreEvent]:
         unique = secrets.token_hex(6)
         ids = {f"{request.request_id}/{unique}/score/{i}": i for i in wanted}
         queue: asyncio.Queue[Any] = asyncio.Queue()
         results: dict[int, ScoreEvent] = {}
         try:
-            await self._router.submit_scores(
-                list(ids), [request.sequences[i] for i in wanted], request.temperature, request.row_digests, queue
-            )
+            await self._router.submit_scores(list(ids), [request.sequences[i] for i in wanted], request.options, queue)
             while len(results) < len(ids):
                 event = await queue.get()
                 if isinstance(event, RolloutError):
@@ -320,7 +365,13 @@ class Pool(Backend):
             weights=self._weights,
             replicas=tuple(loads),
             paused=self._paused,
-            limits={"max_n": server.max_n, "max_message_bytes": server.max_message_bytes},
+            limits={
+                "max_n": server.max_n,
+                "max_message_bytes": server.max_message_bytes,
+                "max_priority": server.max_priority,
+                "max_top_logprobs": server.max_top_logprobs,
+                "max_waiting": self._settings.engine.max_waiting,
+            },
             tensor_digests=digests,
         )
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
+from rollout.chunks import cut_tokens
 from rollout.engine import Event, FailureEvent, ScoreEvent
 from rollout.errors import ReplicaUnavailable, RolloutError
 from rollout.replica import Replica
-from rollout.types import ReplicaLoad, SampleRequest, ScoreSequence, TokenChunk, WeightState
+from rollout.types import ReplicaLoad, SampleRequest, ScoreOptions, ScoreSequence, TokenChunk, WeightState
 from rollout.worker import WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -26,8 +24,7 @@ class ScoreCall:
     """One sequence to score, as a replica takes it."""
 
     sequence: ScoreSequence
-    temperature: float
-    row_digests: bool
+    options: ScoreOptions
 
 
 @dataclass(slots=True, eq=False)
@@ -36,11 +33,13 @@ class LiveSample:
 
     request: SampleRequest | None
     queue: asyncio.Queue[Any]
-    """Receives TokenChunk, SampleSummary, ScoreEvent or one RolloutError."""
+    """Receives PromptChunk, TokenChunk, SampleSummary, ScoreEvent or one RolloutError."""
     delivered: int = 0
     """tokens already passed on; a replay after a death skips them"""
+    prompt_delivered: bool = False
+    """whether the prompt's log-probs were passed on"""
     versions: set[int] = field(default_factory=set)
-    """weight versions of the delivered tokens"""
+    """weight versions of what was delivered"""
     score: ScoreCall | None = None
     """what to score, when ``request`` is None"""
     placed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -171,14 +170,13 @@ class Router:
         self,
         ids: list[str],
         sequences: list[ScoreSequence],
-        temperature: float,
-        row_digests: bool,
+        options: ScoreOptions,
         queue: asyncio.Queue[Any],
     ) -> None:
         """Queue sequences to score together on the least loaded replica; ``queue`` receives their events."""
-        calls = [ScoreCall(sequence, temperature, row_digests) for sequence in sequences]
+        calls = [ScoreCall(sequence, options) for sequence in sequences]
         named = {i: LiveSample(None, queue, score=call) for i, call in zip(ids, calls, strict=True)}
-        await self._place(self._least_loaded(), named, "submit_scores", ids, sequences, temperature, row_digests)
+        await self._place(self._least_loaded(), named, "submit_scores", ids, sequences, options)
 
     async def _place(self, slot: _Slot, samples: dict[str, LiveSample], method: str, *args: Any) -> None:
         """Register, then call: events may come back before the acknowledgement does.
@@ -262,6 +260,13 @@ class Router:
             del slot.live[event.sample_id]
             live.queue.put_nowait(event)
         else:
+            if event.prompt is not None:
+                if self._spoiled(slot, event.sample_id, live, live.prompt_delivered, event.prompt.weight_version):
+                    return
+                if not live.prompt_delivered:
+                    live.prompt_delivered = True
+                    live.versions.add(event.prompt.weight_version)
+                    live.queue.put_nowait(event.prompt)
             if event.chunk is not None and not self._deliver_chunk(slot, event.sample_id, live, event.chunk):
                 return
             if event.summary is not None:
@@ -271,26 +276,24 @@ class Router:
     def _deliver_chunk(self, slot: _Slot, sample_id: str, live: LiveSample, chunk: TokenChunk) -> bool:
         """Pass on what is new of a chunk; False when the sample had to be failed."""
         skip = live.delivered - chunk.offset
-        if skip > 0 and live.versions != {chunk.weight_version}:
-            # Weights changed under a replay: these tokens need not be those that the client already has.
-            del slot.live[sample_id]
-            self._fail(live, _changed_weights(live, chunk.weight_version))
-            self._start(self._free(slot, [sample_id], "its replay ran into a weight update"))
+        if self._spoiled(slot, sample_id, live, skip > 0, chunk.weight_version):
             return False
         if skip >= len(chunk.token_ids):
             return True
         if skip > 0:
-            chunk = dataclasses.replace(
-                chunk,
-                offset=live.delivered,
-                token_ids=chunk.token_ids[skip:],
-                policy_logprobs=chunk.policy_logprobs[skip:],
-                behavior_logprobs=chunk.behavior_logprobs[skip:],
-                row_digests=None if chunk.row_digests is None else np.ascontiguousarray(chunk.row_digests[skip:]),
-            )
+            chunk = cut_tokens(chunk, skip)
         live.delivered = chunk.offset + len(chunk.token_ids)
         live.versions.add(chunk.weight_version)
         live.queue.put_nowait(chunk)
+        return True
+
+    def _spoiled(self, slot: _Slot, sample_id: str, live: LiveSample, again: bool, version: int) -> bool:
+        """Fail a sample whose replay runs under other weights: what comes ``again`` need not be what the client has."""
+        if not again or live.versions == {version}:
+            return False
+        del slot.live[sample_id]
+        self._fail(live, _changed_weights(live, version))
+        self._start(self._free(slot, [sample_id], "its replay ran into a weight update"))
         return True
 
     @staticmethod
@@ -330,8 +333,7 @@ class Router:
                 await self._place(slot, {sample_id: live}, "submit", [live.request])
             elif live.score is not None:
                 s = live.score
-                args = [sample_id], [s.sequence], s.temperature, s.row_digests
-                await self._place(slot, {sample_id: live}, "submit_scores", *args)
+                await self._place(slot, {sample_id: live}, "submit_scores", [sample_id], [s.sequence], s.options)
         except RolloutError as final:
             self._homeless.pop(sample_id, None)
             self._fail(live, final)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from rollout.given_scores import GivenScores
 from rollout.prefix_cache import CachedPage
 from rollout.stopping import Stopper
 from rollout.types import FinishDetail, SampleRequest, ScoreSequence, VersionSpan
@@ -45,11 +46,23 @@ class Sequence:
     """most leading tokens whose KV it ever had"""
     num_cached_tokens: int = 0
     """prompt tokens whose KV came from the prefix cache the first time they were needed"""
+    priority: int = 0
+    """higher goes first"""
+    client: str = ""
+    """whose share of the engine it uses"""
     arrival: int = -1
     """place in the order of arrival"""
+    ticket: int = -1
+    """place in the order of admission; -1 while it waits"""
+    set_back: bool = False
+    """whether it was ever preempted"""
+    num_charged: int = 0
+    """leading tokens that its client has paid for"""
     spans: list[VersionSpan] = field(default_factory=list)
-    score_logprobs: npt.NDArray[np.float32] | None = None
-    score_digests: npt.NDArray[np.uint64] | None = None
+    top_logprobs: int = 0
+    """likeliest tokens to report at every row whose logits are wanted"""
+    given: GivenScores | None = None
+    """log-probs of given tokens: of a scored sequence, or of a prompt until they were handed out"""
     stopper: Stopper | None = None
     finish: FinishDetail | None = None
 
@@ -67,7 +80,7 @@ class Sequence:
     @property
     def num_reusable(self) -> int:
         """Leading tokens whose rows need not be computed here: at least one row is, and all whose logits are wanted."""
-        return self.score.start - 1 if self.score is not None else len(self.token_ids) - 1
+        return self.given.start - 1 if self.given is not None else len(self.token_ids) - 1
 
     @property
     def decoding(self) -> bool:

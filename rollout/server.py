@@ -11,6 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection as grpc_reflection
 
 from rollout.backend import Backend
+from rollout.codec import SPLIT_BYTES
 from rollout.errors import ConfigError
 from rollout.interceptors import standard_interceptors
 from rollout.service import RolloutService
@@ -83,7 +84,8 @@ async def start_server(
         options=_options(max_message_bytes),
         maximum_concurrent_rpcs=max_concurrent_rpcs,
     )
-    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(RolloutService(backend), server)
+    service = RolloutService(backend, split_bytes=min(SPLIT_BYTES, max_message_bytes // 2))
+    rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     if reflection:

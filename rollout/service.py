@@ -14,6 +14,7 @@ import grpc.aio
 from rollout import codec
 from rollout.backend import Backend
 from rollout.errors import DuplicateRequest, RolloutError
+from rollout.interceptors import client_of
 from rollout.types import TensorChunk
 from rollout.v1 import rollout_pb2 as pb
 from rollout.v1 import rollout_pb2_grpc
@@ -30,10 +31,16 @@ class _LiveCall:
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
-    """One servicer a server. Its only state is which request ids are live."""
+    """One servicer a server. Its only state is which request ids are live.
 
-    def __init__(self, backend: Backend) -> None:
+    Args:
+        backend: what answers.
+        split_bytes: chunks of a stream that hold more tensor bytes go in several messages.
+    """
+
+    def __init__(self, backend: Backend, *, split_bytes: int = codec.SPLIT_BYTES) -> None:
         self._backend = backend
+        self._split_bytes = split_bytes
         self._live: dict[str, _LiveCall] = {}
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
@@ -41,17 +48,19 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         codec.refuse_unknown_fields(request)
         decoded = codec.generate_request_from_proto(request, encode=self._backend.encode)
         async with self._named(decoded.request_id) as request_id:
-            events = self._backend.generate(replace(decoded, request_id=request_id))
+            client = client_of(context)
+            events = self._backend.generate(replace(decoded, request_id=request_id, client=client))
             async with aclosing(events):
                 async for event in events:
-                    yield codec.generate_event_to_proto(event)
+                    for part in codec.split_event(event, self._split_bytes):
+                        yield codec.generate_event_to_proto(part)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         """Score by prefill; grpc.aio cancels this task, and so the backend's call, when the client goes."""
         codec.refuse_unknown_fields(request)
         decoded = codec.score_request_from_proto(request)
         async with self._named(decoded.request_id) as request_id:
-            result = await self._backend.score(replace(decoded, request_id=request_id))
+            result = await self._backend.score(replace(decoded, request_id=request_id, client=client_of(context)))
         return codec.score_result_to_proto(result)
 
     async def UpdateWeights(

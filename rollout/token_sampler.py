@@ -57,7 +57,7 @@ def _rows_of(outputs: tuple[OutputRow, ...]) -> RowsToSample:
     kinds, tokens = [GIVEN] * len(outputs), [-1] * len(outputs)
     for i, output in enumerate(outputs):
         sequence = output.sequence
-        if sequence.request is None:
+        if sequence.request is None or output.given:
             tokens[i] = sequence.token_ids[output.position + 1]
             continue
         sampling = sequence.request.sampling

@@ -111,6 +111,15 @@ class GenerateRequest:
     """Index of the first sample: n = 8 equals 8 requests with n = 1 and sample_index 0..7."""
     row_digests: bool = False
     """Also return the 64-bit digest of every sampled position's float32 logits row."""
+    top_logprobs: int = 0
+    """Also return this many of the likeliest tokens at every position that is reported."""
+    prompt_logprobs: bool = False
+    """Also return the log-probs of prompt tokens 1..P-1, once a request. Those rows are computed: no cached page serves
+    the first sample."""
+    priority: int = 0
+    """Higher is admitted first and preempted last. Changes no bit."""
+    client: str = ""
+    """Whose fair share it counts against; the service fills it in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +134,10 @@ class SampleRequest:
     """Validated, with ``seed`` and ``max_tokens`` set; ``seed`` is the request's, before mixing."""
     sample_index: int = 0
     row_digests: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+    priority: int = 0
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +164,19 @@ class FinishDetail:
 
 
 @dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """The n likeliest tokens at each of l positions under the policy distribution (C1: no filter), likeliest first.
+
+    Equal log-probs stand in order of their ids.
+    """
+
+    token_ids: Int32Array
+    """[l, n]"""
+    logprobs: Float32Array
+    """[l, n] nats"""
+
+
+@dataclass(frozen=True, slots=True)
 class TokenChunk:
     """Consecutive tokens of one sample, all sampled under one weight version."""
 
@@ -166,6 +192,23 @@ class TokenChunk:
     weight_version: int
     row_digests: UInt64Array | None = None
     """[l] or None when not asked for"""
+    top: TopLogprobs | None = None
+    """[l, n] or None when not asked for"""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Log-probs of consecutive prompt tokens, all of a request's under one weight version; before its first token."""
+
+    start: int
+    """Position of the first token here, >= 1: position 0 has no log-prob."""
+    logprobs: Float32Array
+    """[l] nats; entry i belongs to prompt_ids[start + i]"""
+    weight_version: int
+    row_digests: UInt64Array | None = None
+    """[l] or None when not asked for"""
+    top: TopLogprobs | None = None
+    """[l, n] or None when not asked for"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +228,12 @@ class SampleSummary:
 
 @dataclass(frozen=True, slots=True)
 class SampleEvent:
-    """What an engine step says about one sample: new tokens, its end, or both."""
+    """What an engine step says about one sample: its prompt's log-probs, new tokens, its end; in this order."""
 
     sample_id: str
     chunk: TokenChunk | None = None
     summary: SampleSummary | None = None
+    prompt: PromptChunk | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +267,26 @@ class ScoreRequest:
     sequences: tuple[ScoreSequence, ...]
     temperature: float = 1.0
     row_digests: bool = False
+    top_logprobs: int = 0
+    """Also return this many of the likeliest tokens at every scored position."""
+    priority: int = 0
+    client: str = ""
+
+    @property
+    def options(self) -> ScoreOptions:
+        """What holds for every sequence."""
+        return ScoreOptions(self.temperature, self.row_digests, self.top_logprobs, self.priority, self.client)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOptions:
+    """How sequences are scored: see ``ScoreRequest`` and ``GenerateRequest``."""
+
+    temperature: float = 1.0
+    row_digests: bool = False
+    top_logprobs: int = 0
+    priority: int = 0
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +297,8 @@ class SequenceScore:
     """[S - start] nats"""
     row_digests: UInt64Array | None = None
     """[S - start]"""
+    top: TopLogprobs | None = None
+    """[S - start, n]"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from rollout.scheduler import SchedulerLimits
 from rollout.types import (
     ReplicaLoad,
     SampleRequest,
+    ScoreOptions,
     ScoreSequence,
     TensorChunk,
     UpdatePolicy,
@@ -71,7 +72,12 @@ class Worker:
         model = load_served_model(settings, folder)
         engine = settings.engine
         limits = SchedulerLimits(
-            engine.max_batch_tokens, engine.max_running, engine.max_waiting, engine.chunk_size, engine.page_size
+            engine.max_batch_tokens,
+            engine.max_running,
+            engine.max_waiting,
+            engine.chunk_size,
+            engine.page_size,
+            engine.max_waiting_per_client,
         )
         self._engine = Engine(
             model,
@@ -125,15 +131,21 @@ class Worker:
         """Queue samples, all or none."""
         await self._do(lambda: self._add_all([lambda r=r: self._engine.add(r) for r in requests], requests))
 
-    async def submit_scores(
-        self, ids: list[str], sequences: list[ScoreSequence], temperature: float, row_digests: bool
-    ) -> None:
+    async def submit_scores(self, ids: list[str], sequences: list[ScoreSequence], options: ScoreOptions) -> None:
         """Queue sequences to score, all or none."""
-        adds = [
-            lambda i=i, s=s: self._engine.add_score(i, s, temperature=temperature, want_digests=row_digests)
-            for i, s in zip(ids, sequences, strict=True)
-        ]
+        adds = [lambda i=i, s=s: self._add_score(i, s, options) for i, s in zip(ids, sequences, strict=True)]
         await self._do(lambda: self._add_all(adds, ids))
+
+    def _add_score(self, sample_id: str, sequence: ScoreSequence, options: ScoreOptions) -> None:
+        self._engine.add_score(
+            sample_id,
+            sequence,
+            temperature=options.temperature,
+            want_digests=options.row_digests,
+            top_logprobs=options.top_logprobs,
+            priority=options.priority,
+            client=options.client,
+        )
 
     def _add_all(self, adds: list[Any], what: list[Any]) -> None:
         added: list[str] = []

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, Unpack
 
 import grpc.aio
 
@@ -15,7 +15,6 @@ from rollout.codec import GenerateEvent
 from rollout.types import (
     GenerateRequest,
     SamplingParams,
-    ScoreRequest,
     ScoreResult,
     ScoreSequence,
     ServerInfo,
@@ -38,9 +37,12 @@ from trainer_bridge.wire import (
 from trainer_bridge.wire.request import (
     DEFAULT_MAX_MESSAGE_BYTES,
     DEFAULT_TIMEOUT_S,
+    GenerateOptions,
+    ScoreCallOptions,
     abort_target,
     channel_options,
     make_request,
+    make_score_request,
 )
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class AsyncRolloutClient:
         address: "host:port".
         timeout_s: deadline of every call, in seconds.
         max_message_bytes: largest message, both ways.
+        client_id: whose fair share the calls count against; "": that of this machine's address.
 
     Example:
         async with AsyncRolloutClient("127.0.0.1:50051") as client:
@@ -66,9 +69,11 @@ class AsyncRolloutClient:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        client_id: str = "",
     ) -> None:
         self._address = address
         self._timeout_s = timeout_s
+        self._client_id = client_id
         self._max_message_bytes = max_message_bytes
         self._channel: grpc.aio.Channel | None = None
         self._connected: RolloutServiceAsyncStub | None = None
@@ -98,31 +103,23 @@ class AsyncRolloutClient:
         self,
         prompt: str | Iterable[int],
         sampling: SamplingParams,
-        *,
-        n: int = 1,
-        sample_index: int = 0,
-        request_id: str = "",
-        row_digests: bool = False,
+        **options: Unpack[GenerateOptions],
     ) -> GenerateResult:
-        """Sample n continuations of a prompt (ids [P], or text) and return them whole.
+        """Sample n continuations of a prompt (ids [P], or text) and return them whole; options: ``GenerateOptions``.
 
         Raises:
             RolloutError: as the service raised it; ParityError when the stream breaks conservation.
         """
-        return await self._collect(*make_request(prompt, sampling, n, sample_index, request_id, row_digests))
+        return await self._collect(*make_request(prompt, sampling, options))
 
     def stream(
         self,
         prompt: str | Iterable[int],
         sampling: SamplingParams,
-        *,
-        n: int = 1,
-        sample_index: int = 0,
-        request_id: str = "",
-        row_digests: bool = False,
+        **options: Unpack[GenerateOptions],
     ) -> AsyncGenerator[GenerateEvent, None]:
         """The events of ``generate`` as they come; closing the iterator cancels the call."""
-        request, text = make_request(prompt, sampling, n, sample_index, request_id, row_digests)
+        request, text = make_request(prompt, sampling, options)
         return self._events(request, text, Assembler(request))
 
     async def generate_many(
@@ -146,20 +143,18 @@ class AsyncRolloutClient:
     async def score(
         self,
         sequences: Sequence[ScoreSequence],
-        *,
-        temperature: float = 1.0,
-        row_digests: bool = False,
-        request_id: str = "",
+        **options: Unpack[ScoreCallOptions],
     ) -> ScoreResult:
-        """Log-probs of given tokens by one prefill through the rollout kernels.
+        """Log-probs of given tokens by one prefill through the rollout kernels; options: ``ScoreCallOptions``.
 
         Raises:
             RolloutError: as the service raised it; ParityError when the answer does not match the request.
         """
-        request = ScoreRequest(request_id, tuple(sequences), temperature, row_digests)
+        request = make_score_request(sequences, options)
         message = codec.score_request_to_proto(request)
+        metadata = call_metadata(request.request_id, self._client_id)
         with translated():
-            response = await self._stub.Score(message, timeout=self._timeout_s, metadata=call_metadata(request_id))
+            response = await self._stub.Score(message, timeout=self._timeout_s, metadata=metadata)
         return check_scores(request, codec.score_result_from_proto(response))
 
     async def update_weights(
@@ -224,8 +219,9 @@ class AsyncRolloutClient:
         self, request: GenerateRequest, text: str | None, assembler: Assembler
     ) -> AsyncGenerator[GenerateEvent, None]:
         message = codec.generate_request_to_proto(request, text=text)
+        metadata = call_metadata(request.request_id, self._client_id)
         with translated():
-            call = self._stub.Generate(message, timeout=self._timeout_s, metadata=call_metadata(request.request_id))
+            call = self._stub.Generate(message, timeout=self._timeout_s, metadata=metadata)
             try:
                 async for response in call:
                     event = codec.generate_event_from_proto(response)

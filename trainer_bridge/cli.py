@@ -79,6 +79,7 @@ def generate(
     min_p: Annotated[float, typer.Option(help="0 = off.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Prompt i gets seed + i; unset: drawn and recorded.")] = None,
     digests: Annotated[bool, typer.Option("--digests", help="Record row digests.")] = False,
+    priority: Annotated[int, typer.Option(help="Higher is served first; changes no bit.")] = 0,
     config: Config = None,
     overrides: Overrides = None,
 ) -> None:
@@ -93,7 +94,9 @@ def generate(
     )
     wanted: Sequence[str | tuple[int, ...]] = [*(prompt or []), *(read_prompts(prompts) if prompts else [])]
     settings = _single_settings(config, overrides)
-    records = asyncio.run(generate_rollouts(wanted, sampling, n=n, digests=digests, address=address, settings=settings))
+    records = asyncio.run(
+        generate_rollouts(wanted, sampling, n=n, digests=digests, priority=priority, address=address, settings=settings)
+    )
     from trainer_bridge.jsonl import write_rollouts
 
     write_rollouts(out, [r for r, _ in records])

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import Self
+from typing import Self, Unpack
 
 import grpc
 
@@ -15,7 +15,6 @@ from rollout.codec import GenerateEvent
 from rollout.types import (
     GenerateRequest,
     SamplingParams,
-    ScoreRequest,
     ScoreResult,
     ScoreSequence,
     ServerInfo,
@@ -38,9 +37,12 @@ from trainer_bridge.wire import (
 from trainer_bridge.wire.request import (
     DEFAULT_MAX_MESSAGE_BYTES,
     DEFAULT_TIMEOUT_S,
+    GenerateOptions,
+    ScoreCallOptions,
     abort_target,
     channel_options,
     make_request,
+    make_score_request,
 )
 
 
@@ -51,6 +53,7 @@ class RolloutClient:
         address: "host:port".
         timeout_s: deadline of every call, in seconds.
         max_message_bytes: largest message, both ways.
+        client_id: whose fair share the calls count against; "": that of this machine's address.
 
     Example:
         with RolloutClient("127.0.0.1:50051") as client:
@@ -63,10 +66,12 @@ class RolloutClient:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        client_id: str = "",
     ) -> None:
         self._channel = grpc.insecure_channel(address, options=channel_options(max_message_bytes))
         self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)
         self._timeout_s = timeout_s
+        self._client_id = client_id
 
     def __enter__(self) -> Self:
         return self
@@ -84,31 +89,23 @@ class RolloutClient:
         self,
         prompt: str | Iterable[int],
         sampling: SamplingParams,
-        *,
-        n: int = 1,
-        sample_index: int = 0,
-        request_id: str = "",
-        row_digests: bool = False,
+        **options: Unpack[GenerateOptions],
     ) -> GenerateResult:
-        """Sample n continuations of a prompt (ids [P], or text) and return them whole.
+        """Sample n continuations of a prompt (ids [P], or text) and return them whole; options: ``GenerateOptions``.
 
         Raises:
             RolloutError: as the service raised it; ParityError when the stream breaks conservation.
         """
-        return self._collect(*make_request(prompt, sampling, n, sample_index, request_id, row_digests))
+        return self._collect(*make_request(prompt, sampling, options))
 
     def stream(
         self,
         prompt: str | Iterable[int],
         sampling: SamplingParams,
-        *,
-        n: int = 1,
-        sample_index: int = 0,
-        request_id: str = "",
-        row_digests: bool = False,
+        **options: Unpack[GenerateOptions],
     ) -> Generator[GenerateEvent, None, None]:
         """The events of ``generate`` as they come; closing the iterator cancels the call."""
-        request, text = make_request(prompt, sampling, n, sample_index, request_id, row_digests)
+        request, text = make_request(prompt, sampling, options)
         return self._events(request, text, Assembler(request), _LiveCalls())
 
     def generate_many(self, requests: Sequence[GenerateRequest], *, concurrency: int = 64) -> list[GenerateResult]:
@@ -131,20 +128,18 @@ class RolloutClient:
     def score(
         self,
         sequences: Sequence[ScoreSequence],
-        *,
-        temperature: float = 1.0,
-        row_digests: bool = False,
-        request_id: str = "",
+        **options: Unpack[ScoreCallOptions],
     ) -> ScoreResult:
-        """Log-probs of given tokens by one prefill through the rollout kernels.
+        """Log-probs of given tokens by one prefill through the rollout kernels; options: ``ScoreCallOptions``.
 
         Raises:
             RolloutError: as the service raised it; ParityError when the answer does not match the request.
         """
-        request = ScoreRequest(request_id, tuple(sequences), temperature, row_digests)
+        request = make_score_request(sequences, options)
         message = codec.score_request_to_proto(request)
+        metadata = call_metadata(request.request_id, self._client_id)
         with translated():
-            response = self._stub.Score(message, timeout=self._timeout_s, metadata=call_metadata(request_id))
+            response = self._stub.Score(message, timeout=self._timeout_s, metadata=metadata)
         return check_scores(request, codec.score_result_from_proto(response))
 
     def update_weights(
@@ -204,8 +199,9 @@ class RolloutClient:
         self, request: GenerateRequest, text: str | None, assembler: Assembler, calls: _LiveCalls
     ) -> Generator[GenerateEvent, None, None]:
         message = codec.generate_request_to_proto(request, text=text)
+        metadata = call_metadata(request.request_id, self._client_id)
         with translated():
-            call = self._stub.Generate(message, timeout=self._timeout_s, metadata=call_metadata(request.request_id))
+            call = self._stub.Generate(message, timeout=self._timeout_s, metadata=metadata)
             calls.add(call)
             try:
                 for response in call:

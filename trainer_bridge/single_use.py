@@ -61,6 +61,7 @@ async def generate_rollouts(
     *,
     n: int,
     digests: bool,
+    priority: int = 0,
     address: str | None,
     settings: Settings,
 ) -> list[tuple[RolloutRecord, str]]:
@@ -78,6 +79,7 @@ async def generate_rollouts(
                 n=n,
                 request_id=f"prompt{i}",
                 row_digests=digests,
+                priority=priority,
             )
             for i, prompt in enumerate(prompts)
         ]

@@ -4,6 +4,7 @@ Requests are judged on the way in (InvalidRequest names the field); responses ar
 the client, where a breach is a fault of the service (RolloutError).
 """
 
+from rollout.chunks import join_tops
 from rollout.codec.fields import refuse_unknown_fields
 from rollout.codec.generate import (
     GenerateEvent,
@@ -20,6 +21,7 @@ from rollout.codec.score import (
     score_result_from_proto,
     score_result_to_proto,
 )
+from rollout.codec.split import SPLIT_BYTES, row_bytes, split_event
 from rollout.codec.tensor import DTYPES, tensor_from_proto, tensor_to_proto
 from rollout.codec.weights import (
     bucket_from_proto,
@@ -32,6 +34,7 @@ from rollout.codec.weights import (
 
 __all__ = [
     "DTYPES",
+    "SPLIT_BYTES",
     "GenerateEvent",
     "abort_from_proto",
     "bucket_from_proto",
@@ -42,13 +45,16 @@ __all__ = [
     "generate_request_to_proto",
     "info_from_proto",
     "info_to_proto",
+    "join_tops",
     "refuse_unknown_fields",
+    "row_bytes",
     "sampling_from_proto",
     "sampling_to_proto",
     "score_request_from_proto",
     "score_request_to_proto",
     "score_result_from_proto",
     "score_result_to_proto",
+    "split_event",
     "tensor_from_proto",
     "tensor_to_proto",
     "update_from_proto",

@@ -104,6 +104,13 @@ def check_temperature(value: float, field: str) -> float:
     return value
 
 
+def check_count(value: int, field: str) -> int:
+    """Refuse negative numbers; the upper limit is the backend's."""
+    if value < 0:
+        raise InvalidRequest(f"{field} = {value} must be >= 0", field=field)
+    return value
+
+
 def malformed(message: str, field: str = "") -> RolloutError:
     """The error for a response that breaks the protocol: a fault of the service, never of the request."""
     return RolloutError(f"malformed response: {message}", field=field)

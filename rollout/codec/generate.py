@@ -1,4 +1,4 @@
-"""Generate: the request and the three events of its stream."""
+"""Generate: the request and the four events of its stream."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rollout.codec.fields import MAX_TOKEN_ID, assign, check_token_ids, extend, malformed, token_ids
+from rollout.codec.fields import MAX_TOKEN_ID, assign, check_count, check_token_ids, extend, malformed, token_ids
 from rollout.codec.sampling import (
     mode_from_proto,
     mode_to_proto,
@@ -15,19 +15,21 @@ from rollout.codec.sampling import (
     sampling_to_proto,
 )
 from rollout.codec.tensor import check_vector, tensor_to_proto, vector_from_proto
+from rollout.codec.top import check_top, top_from_proto, top_to_proto
 from rollout.errors import InvalidRequest
 from rollout.types import (
     Completion,
     FinishDetail,
     FinishReason,
     GenerateRequest,
+    PromptChunk,
     SampleSummary,
     TokenChunk,
     VersionSpan,
 )
 from rollout.v1 import rollout_pb2 as pb
 
-GenerateEvent = TokenChunk | SampleSummary | Completion
+GenerateEvent = PromptChunk | TokenChunk | SampleSummary | Completion
 
 _FINISH = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -49,6 +51,9 @@ def generate_request_to_proto(request: GenerateRequest, *, text: str | None = No
         n=request.n,
         sample_index=request.sample_index,
         row_digests=request.row_digests,
+        priority=request.priority,
+        top_logprobs=request.top_logprobs,
+        prompt_logprobs=request.prompt_logprobs,
         text=text,
     )
     if text is None:
@@ -84,6 +89,9 @@ def generate_request_from_proto(
         n=n,
         sample_index=first,
         row_digests=message.row_digests if message.HasField("row_digests") else False,
+        priority=message.priority if message.HasField("priority") else 0,
+        top_logprobs=check_count(message.top_logprobs if message.HasField("top_logprobs") else 0, "top_logprobs"),
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else False,
     )
 
 
@@ -111,6 +119,8 @@ def generate_event_to_proto(event: GenerateEvent) -> pb.GenerateResponse:
         RolloutError: the event breaks the invariants of its type (lengths, spans, effective values).
     """
     match event:
+        case PromptChunk():
+            return pb.GenerateResponse(prompt=_prompt_to_proto(event))
         case TokenChunk():
             return pb.GenerateResponse(chunk=_chunk_to_proto(event))
         case SampleSummary():
@@ -126,6 +136,8 @@ def generate_event_from_proto(message: pb.GenerateResponse) -> GenerateEvent:
         RolloutError: the message breaks the protocol.
     """
     match message.WhichOneof("event"):
+        case "prompt":
+            return _prompt_from_proto(message.prompt)
         case "chunk":
             return _chunk_from_proto(message.chunk)
         case "summary":
@@ -143,6 +155,7 @@ def _check_chunk(chunk: TokenChunk) -> TokenChunk:
     check_vector(chunk.behavior_logprobs, np.float32, length, "chunk.behavior_logprobs")
     if chunk.row_digests is not None:
         check_vector(chunk.row_digests, np.uint64, length, "chunk.row_digests")
+    check_top(chunk.top, length, "chunk.top")
     if chunk.sample_index < 0 or chunk.offset < 0:
         raise malformed(f"chunk of sample {chunk.sample_index} at offset {chunk.offset}: neither may be negative")
     return chunk
@@ -158,6 +171,7 @@ def _chunk_to_proto(chunk: TokenChunk) -> pb.TokenChunk:
         behavior_logprobs=tensor_to_proto(chunk.behavior_logprobs),
         row_digests=None if chunk.row_digests is None else tensor_to_proto(chunk.row_digests),
         weight_version=chunk.weight_version,
+        top=top_to_proto(chunk.top),
     )
 
 
@@ -172,6 +186,42 @@ def _chunk_from_proto(message: pb.TokenChunk) -> TokenChunk:
             behavior_logprobs=vector_from_proto(message.behavior_logprobs, np.float32, "chunk.behavior_logprobs"),
             weight_version=message.weight_version,
             row_digests=None if digests is None else vector_from_proto(digests, np.uint64, "chunk.row_digests"),
+            top=top_from_proto(message.top, "chunk.top") if message.HasField("top") else None,
+        )
+    )
+
+
+def _check_prompt(chunk: PromptChunk) -> PromptChunk:
+    length = chunk.logprobs.shape[0] if chunk.logprobs.ndim == 1 else -1
+    check_vector(chunk.logprobs, np.float32, length, "prompt.logprobs")
+    if chunk.row_digests is not None:
+        check_vector(chunk.row_digests, np.uint64, length, "prompt.row_digests")
+    check_top(chunk.top, length, "prompt.top")
+    if chunk.start < 1:
+        raise malformed(f"prompt log-probs start at {chunk.start}; position 0 has none", "prompt.start")
+    return chunk
+
+
+def _prompt_to_proto(chunk: PromptChunk) -> pb.PromptChunk:
+    _check_prompt(chunk)
+    return pb.PromptChunk(
+        start=chunk.start,
+        logprobs=tensor_to_proto(chunk.logprobs),
+        row_digests=None if chunk.row_digests is None else tensor_to_proto(chunk.row_digests),
+        top=top_to_proto(chunk.top),
+        weight_version=chunk.weight_version,
+    )
+
+
+def _prompt_from_proto(message: pb.PromptChunk) -> PromptChunk:
+    digests = message.row_digests if message.HasField("row_digests") else None
+    return _check_prompt(
+        PromptChunk(
+            start=message.start,
+            logprobs=vector_from_proto(message.logprobs, np.float32, "prompt.logprobs"),
+            weight_version=message.weight_version,
+            row_digests=None if digests is None else vector_from_proto(digests, np.uint64, "prompt.row_digests"),
+            top=top_from_proto(message.top, "prompt.top") if message.HasField("top") else None,
         )
     )
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollout.codec.fields import assign, check_temperature, extend, malformed, token_ids
+from rollout.codec.fields import assign, check_count, check_temperature, extend, malformed, token_ids
 from rollout.codec.sampling import mode_from_proto, mode_to_proto
 from rollout.codec.tensor import check_vector, tensor_to_proto, vector_from_proto
+from rollout.codec.top import check_top, top_from_proto, top_to_proto
 from rollout.errors import InvalidRequest
 from rollout.types import ScoreRequest, ScoreResult, ScoreSequence, SequenceScore
 from rollout.v1 import rollout_pb2 as pb
@@ -19,7 +20,14 @@ def score_request_to_proto(request: ScoreRequest) -> pb.ScoreRequest:
         InvalidRequest: a value does not fit its wire type.
     """
     message = pb.ScoreRequest()
-    assign(message, request_id=request.request_id, temperature=request.temperature, row_digests=request.row_digests)
+    assign(
+        message,
+        request_id=request.request_id,
+        temperature=request.temperature,
+        row_digests=request.row_digests,
+        top_logprobs=request.top_logprobs,
+        priority=request.priority,
+    )
     for index, sequence in enumerate(request.sequences):
         item = message.sequences.add()
         assign(item, f"sequences[{index}].", start=sequence.start)
@@ -42,6 +50,8 @@ def score_request_from_proto(message: pb.ScoreRequest) -> ScoreRequest:
         sequences=tuple(_sequence_from_proto(item, f"sequences[{i}]") for i, item in enumerate(message.sequences)),
         temperature=check_temperature(temperature, "temperature"),
         row_digests=message.row_digests if message.HasField("row_digests") else False,
+        top_logprobs=check_count(message.top_logprobs if message.HasField("top_logprobs") else 0, "top_logprobs"),
+        priority=message.priority if message.HasField("priority") else 0,
     )
 
 
@@ -100,6 +110,7 @@ def _check_score(score: SequenceScore) -> SequenceScore:
     check_vector(score.logprobs, np.float32, length, "scores.logprobs")
     if score.row_digests is not None:
         check_vector(score.row_digests, np.uint64, length, "scores.row_digests")
+    check_top(score.top, length, "scores.top")
     return score
 
 
@@ -107,6 +118,7 @@ def _score_to_proto(score: SequenceScore) -> pb.SequenceScore:
     return pb.SequenceScore(
         logprobs=tensor_to_proto(score.logprobs),
         row_digests=None if score.row_digests is None else tensor_to_proto(score.row_digests),
+        top=top_to_proto(score.top),
     )
 
 
@@ -116,5 +128,6 @@ def _score_from_proto(message: pb.SequenceScore, field: str) -> SequenceScore:
         SequenceScore(
             logprobs=vector_from_proto(message.logprobs, np.float32, f"{field}.logprobs"),
             row_digests=None if digests is None else vector_from_proto(digests, np.uint64, f"{field}.row_digests"),
+            top=top_from_proto(message.top, f"{field}.top") if message.HasField("top") else None,
         )
     )

@@ -24,7 +24,7 @@ class Capabilities:
     features: frozenset[str]
     """Names out of ``FEATURES``."""
     mixed_rows: bool
-    """Whether decode and prefill rows may share one attention call without changing bits."""
+    """Whether decode and prefill rows may share one attention call without changing bits; else they go in two calls."""
 
 
 FEATURES: Mapping[str, str] = {

@@ -297,6 +297,9 @@ class GenerateRequest(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
     ROW_DIGESTS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Client's name, unique among its live requests; empty: the service makes one."""
     text: _builtins.str
@@ -307,6 +310,12 @@ class GenerateRequest(_message.Message):
     """Index of the first sample; n samples equal n requests with consecutive sample_index."""
     row_digests: _builtins.bool
     """Also return the digest of each sampled position's float32 logits row."""
+    priority: _builtins.int
+    """Higher is admitted first and preempted last, within the server's limit max_priority; default 0. Changes no bit."""
+    top_logprobs: _builtins.int
+    """Also return this many of the likeliest tokens at every reported position, up to max_top_logprobs; default 0."""
+    prompt_logprobs: _builtins.bool
+    """Also return the log-probs of the prompt's tokens. Those rows are computed, whatever the prefix cache holds."""
     @_builtins.property
     def tokens(self) -> Global___TokenIds:
         """Token ids, taken as they are."""
@@ -325,29 +334,118 @@ class GenerateRequest(_message.Message):
         n: _builtins.int | None = ...,
         sample_index: _builtins.int | None = ...,
         row_digests: _builtins.bool | None = ...,
+        priority: _builtins.int | None = ...,
+        top_logprobs: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "_row_digests", b"_row_digests", "_sample_index", b"_sample_index", "n", b"n", "prompt", b"prompt", "row_digests", b"row_digests", "sample_index", b"sample_index", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_row_digests", b"_row_digests", "_sample_index", b"_sample_index", "_top_logprobs", b"_top_logprobs", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "row_digests", b"row_digests", "sample_index", b"sample_index", "sampling", b"sampling", "text", b"text", "tokens", b"tokens", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "_row_digests", b"_row_digests", "_sample_index", b"_sample_index", "n", b"n", "prompt", b"prompt", "request_id", b"request_id", "row_digests", b"row_digests", "sample_index", b"sample_index", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_row_digests", b"_row_digests", "_sample_index", b"_sample_index", "_top_logprobs", b"_top_logprobs", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "row_digests", b"row_digests", "sample_index", b"sample_index", "sampling", b"sampling", "text", b"text", "tokens", b"tokens", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
+    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
+    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__row_digests: _TypeAlias = _typing.Literal["row_digests"]  # noqa: Y015
     _WhichOneofArgType__row_digests: _TypeAlias = _typing.Literal["_row_digests", b"_row_digests"]  # noqa: Y015
     _WhichOneofReturnType__sample_index: _TypeAlias = _typing.Literal["sample_index"]  # noqa: Y015
     _WhichOneofArgType__sample_index: _TypeAlias = _typing.Literal["_sample_index", b"_sample_index"]  # noqa: Y015
+    _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["tokens", "text"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__row_digests) -> _WhichOneofReturnType__row_digests | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sample_index) -> _WhichOneofReturnType__sample_index | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprobs) -> _WhichOneofReturnType__top_logprobs | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class TopLogprobs(_message.Message):
+    """TopLogprobs are the n likeliest tokens at each of l positions under the policy distribution, likeliest first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> Global___Tensor:
+        """int32 [l, n]; equal log-probs stand in order of their ids."""
+
+    @_builtins.property
+    def logprobs(self) -> Global___Tensor:
+        """float32 [l, n], nats."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: Global___Tensor | None = ...,
+        logprobs: Global___Tensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopLogprobs: _TypeAlias = TopLogprobs  # noqa: Y015
+
+@_typing.final
+class PromptChunk(_message.Message):
+    """PromptChunk carries log-probs of consecutive prompt tokens; all of them come before the first token, under one version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    ROW_DIGESTS_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """Position of the first token here, >= 1: position 0 has no log-prob."""
+    weight_version: _builtins.int
+    """Version of the weights that scored them."""
+    @_builtins.property
+    def logprobs(self) -> Global___Tensor:
+        """float32 [l], nats."""
+
+    @_builtins.property
+    def row_digests(self) -> Global___Tensor:
+        """uint64 [l], when asked for."""
+
+    @_builtins.property
+    def top(self) -> Global___TopLogprobs:
+        """[l, n], when asked for."""
+
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        logprobs: Global___Tensor | None = ...,
+        row_digests: Global___Tensor | None = ...,
+        top: Global___TopLogprobs | None = ...,
+        weight_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "row_digests", b"row_digests", "top", b"top"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "row_digests", b"row_digests", "start", b"start", "top", b"top", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptChunk: _TypeAlias = PromptChunk  # noqa: Y015
 
 @_typing.final
 class TokenChunk(_message.Message):
@@ -362,6 +460,7 @@ class TokenChunk(_message.Message):
     BEHAVIOR_LOGPROBS_FIELD_NUMBER: _builtins.int
     ROW_DIGESTS_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
     sample_index: _builtins.int
     """Which sample."""
     offset: _builtins.int
@@ -384,6 +483,10 @@ class TokenChunk(_message.Message):
     def row_digests(self) -> Global___Tensor:
         """uint64 [l], when asked for."""
 
+    @_builtins.property
+    def top(self) -> Global___TopLogprobs:
+        """[l, n], when asked for."""
+
     def __init__(
         self,
         *,
@@ -394,10 +497,11 @@ class TokenChunk(_message.Message):
         behavior_logprobs: Global___Tensor | None = ...,
         row_digests: Global___Tensor | None = ...,
         weight_version: _builtins.int = ...,
+        top: Global___TopLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["behavior_logprobs", b"behavior_logprobs", "policy_logprobs", b"policy_logprobs", "row_digests", b"row_digests", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["behavior_logprobs", b"behavior_logprobs", "policy_logprobs", b"policy_logprobs", "row_digests", b"row_digests", "token_ids", b"token_ids", "top", b"top"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["behavior_logprobs", b"behavior_logprobs", "offset", b"offset", "policy_logprobs", b"policy_logprobs", "row_digests", b"row_digests", "sample_index", b"sample_index", "token_ids", b"token_ids", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["behavior_logprobs", b"behavior_logprobs", "offset", b"offset", "policy_logprobs", b"policy_logprobs", "row_digests", b"row_digests", "sample_index", b"sample_index", "token_ids", b"token_ids", "top", b"top", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -565,6 +669,7 @@ class GenerateResponse(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
     COMPLETION_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def chunk(self) -> Global___TokenChunk:
         """New tokens."""
@@ -577,18 +682,23 @@ class GenerateResponse(_message.Message):
     def completion(self) -> Global___Completion:
         """End of the stream."""
 
+    @_builtins.property
+    def prompt(self) -> Global___PromptChunk:
+        """Log-probs of the prompt, when asked for."""
+
     def __init__(
         self,
         *,
         chunk: Global___TokenChunk | None = ...,
         summary: Global___SampleSummary | None = ...,
         completion: Global___Completion | None = ...,
+        prompt: Global___PromptChunk | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "completion", b"completion", "event", b"event", "summary", b"summary"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "completion", b"completion", "event", b"event", "prompt", b"prompt", "summary", b"summary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "completion", b"completion", "event", b"event", "summary", b"summary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "completion", b"completion", "event", b"event", "prompt", b"prompt", "summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["chunk", "summary", "completion"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["chunk", "summary", "completion", "prompt"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -634,12 +744,18 @@ class ScoreRequest(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     ROW_DIGESTS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Client's name; empty: the service makes one."""
     temperature: _builtins.float
     """Divides float32 logits; default 1; 0 scores as 1."""
     row_digests: _builtins.bool
     """Also return row digests."""
+    top_logprobs: _builtins.int
+    """Also return this many of the likeliest tokens at every scored position, up to max_top_logprobs; default 0."""
+    priority: _builtins.int
+    """As in GenerateRequest."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreSequence]:
         """What to score."""
@@ -651,19 +767,29 @@ class ScoreRequest(_message.Message):
         sequences: _abc.Iterable[Global___ScoreSequence] | None = ...,
         temperature: _builtins.float | None = ...,
         row_digests: _builtins.bool | None = ...,
+        top_logprobs: _builtins.int | None = ...,
+        priority: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_row_digests", b"_row_digests", "_temperature", b"_temperature", "row_digests", b"row_digests", "temperature", b"temperature"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_row_digests", b"_row_digests", "_temperature", b"_temperature", "_top_logprobs", b"_top_logprobs", "priority", b"priority", "row_digests", b"row_digests", "temperature", b"temperature", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_row_digests", b"_row_digests", "_temperature", b"_temperature", "request_id", b"request_id", "row_digests", b"row_digests", "sequences", b"sequences", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_row_digests", b"_row_digests", "_temperature", b"_temperature", "_top_logprobs", b"_top_logprobs", "priority", b"priority", "request_id", b"request_id", "row_digests", b"row_digests", "sequences", b"sequences", "temperature", b"temperature", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
+    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
     _WhichOneofReturnType__row_digests: _TypeAlias = _typing.Literal["row_digests"]  # noqa: Y015
     _WhichOneofArgType__row_digests: _TypeAlias = _typing.Literal["_row_digests", b"_row_digests"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__row_digests) -> _WhichOneofReturnType__row_digests | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprobs) -> _WhichOneofReturnType__top_logprobs | None: ...
 
 Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
 
@@ -675,6 +801,7 @@ class SequenceScore(_message.Message):
 
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ROW_DIGESTS_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def logprobs(self) -> Global___Tensor:
         """float32 [S - start], nats; entry i belongs to ids[start + i]."""
@@ -683,15 +810,20 @@ class SequenceScore(_message.Message):
     def row_digests(self) -> Global___Tensor:
         """uint64 [S - start], when asked for."""
 
+    @_builtins.property
+    def top(self) -> Global___TopLogprobs:
+        """[S - start, n], when asked for."""
+
     def __init__(
         self,
         *,
         logprobs: Global___Tensor | None = ...,
         row_digests: Global___Tensor | None = ...,
+        top: Global___TopLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "row_digests", b"row_digests"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "row_digests", b"row_digests", "top", b"top"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "row_digests", b"row_digests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "row_digests", b"row_digests", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -219,7 +219,7 @@ async def test_many_clients_of_every_kind(tiny_qwen3_path: Path) -> None:
 
 
 async def test_pause_update_resume_under_load(tiny_qwen3_path: Path) -> None:
-    """G6: clients in a loop, fifteen cycles, each policy that a pause allows; no hang, and no token in a pause."""
+    """G6: 32 clients in a loop, 20 cycles, each policy that a pause allows; no hang, and no token in a pause."""
     versions = [tensors_of(tiny_qwen3_path), tensors_of(version_path(tiny_qwen3_path, 1))]
     stop = asyncio.Event()
     seen: asyncio.Queue[GenerateResult] = asyncio.Queue()
@@ -230,10 +230,10 @@ async def test_pause_update_resume_under_load(tiny_qwen3_path: Path) -> None:
             while not stop.is_set():
                 seen.put_nowait(await client.generate(PROMPT, sampling(seed=seed, max_tokens=6)))
                 await client.score([ScoreSequence(PROMPT * 4)])
-                seed += 6
+                seed += 32
 
-        clients = [asyncio.ensure_future(ask(number)) for number in range(6)]
-        for cycle in range(15):
+        clients = [asyncio.ensure_future(ask(number)) for number in range(32)]
+        for cycle in range(20):
             policy = (UpdatePolicy.ABORT, UpdatePolicy.RECOMPUTE)[cycle % 2]
             await soon(client.pause())
             before = [generated(thread) for thread in threads]

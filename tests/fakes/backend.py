@@ -20,6 +20,7 @@ from rollout.types import (
     FinishReason,
     Float32Array,
     GenerateRequest,
+    PromptChunk,
     ReplicaLoad,
     SampleSummary,
     SamplingParams,
@@ -30,6 +31,7 @@ from rollout.types import (
     ServerInfo,
     TensorChunk,
     TokenChunk,
+    TopLogprobs,
     UInt64Array,
     VersionSpan,
     WeightState,
@@ -60,6 +62,14 @@ def digests_of(ids: list[int], first: int) -> UInt64Array:
     """[l]"""
     positions = np.arange(first, first + len(ids)).astype(np.uint64)
     return np.asarray(ids, np.uint64) * np.uint64(2**40 + 1) + positions
+
+
+def top_of(count: int, n: int, first: int) -> TopLogprobs | None:
+    """[count, n], or None for n = 0."""
+    if not n:
+        return None
+    ids = np.arange(first, first + count, dtype=np.int32)[:, None] + np.arange(n, dtype=np.int32)
+    return TopLogprobs(ids, -ids.astype(np.float32))
 
 
 @dataclass
@@ -125,6 +135,15 @@ class FakeBackend:
         total = sampling.max_tokens or 0
         done = 0
         indices = range(request.sample_index, request.sample_index + request.n)
+        ids = list(request.prompt_ids[1:])
+        if request.prompt_logprobs and ids:
+            yield PromptChunk(
+                start=1,
+                logprobs=logprobs_of(ids, 1, self.weights.version),
+                weight_version=self.weights.version,
+                row_digests=digests_of(ids, 1) if request.row_digests else None,
+                top=top_of(len(ids), request.top_logprobs, 1),
+            )
         while done < total and request.request_id not in self.aborted:
             step = min(self.chunk_tokens, total - done)
             for index in indices:
@@ -173,6 +192,7 @@ class FakeBackend:
             behavior_logprobs=logprobs.copy(),
             weight_version=self.weights.version,
             row_digests=digests_of(ids, first) if request.row_digests else None,
+            top=top_of(count, request.top_logprobs, first),
         )
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
@@ -191,18 +211,19 @@ class FakeBackend:
             raise self.error
         return ScoreResult(
             request_id=request.request_id,
-            scores=tuple(self._score(sequence, request.row_digests) for sequence in request.sequences),
+            scores=tuple(self._score(sequence, request) for sequence in request.sequences),
             temperature=request.temperature,
             mode=SamplingParams(temperature=request.temperature).logprob_mode,
             weight_version=self.weights.version,
             manifest_digest=MANIFEST_DIGEST,
         )
 
-    def _score(self, sequence: ScoreSequence, row_digests: bool) -> SequenceScore:
+    def _score(self, sequence: ScoreSequence, request: ScoreRequest) -> SequenceScore:
         ids = list(sequence.token_ids[sequence.start :])
         return SequenceScore(
             logprobs=logprobs_of(ids, sequence.start, self.weights.version),
-            row_digests=digests_of(ids, sequence.start) if row_digests else None,
+            row_digests=digests_of(ids, sequence.start) if request.row_digests else None,
+            top=top_of(len(ids), request.top_logprobs, sequence.start),
         )
 
     def _check_ids(self, ids: tuple[int, ...], name: str) -> None:

@@ -19,6 +19,7 @@ from rollout.types import (
     SampleEvent,
     SampleRequest,
     SampleSummary,
+    ScoreOptions,
     ScoreSequence,
     SequenceScore,
     TokenChunk,
@@ -176,7 +177,7 @@ async def test_events_of_unknown_samples_are_ignored(rig: Rig) -> None:
 async def test_failures_and_scores_end_their_sequences(rig: Rig) -> None:
     (sample,) = await rig.submit("s")
     queue: asyncio.Queue[Any] = asyncio.Queue()
-    await rig.router.submit_scores(["x"], [ScoreSequence((3, 4))], 1.0, False, queue)
+    await rig.router.submit_scores(["x"], [ScoreSequence((3, 4))], ScoreOptions(), queue)
     rig.a.emit(FailureEvent("s", ParityError("NaN")))
     rig.b.emit(ScoreEvent("x", SequenceScore(np.zeros(1, np.float32)), 1))
     assert isinstance((await delivered(sample))[-1], ParityError)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.errors import CapacityExceeded, InvalidRequest
+from rollout.given_scores import GivenScores
 from rollout.kvcache import PageAllocator
 from rollout.prefix_cache import PrefixIndex
 from rollout.scheduler import Scheduler, SchedulerLimits
@@ -28,9 +29,11 @@ def scheduler(
     return Scheduler(SchedulerLimits(tokens, running, waiting, chunk, PAGE), PageAllocator(pages, index))
 
 
-def sequence(prompt: int, most: int = 20, name: str = "s", token: int = 2) -> Sequence:
+def sequence(
+    prompt: int, most: int = 20, name: str = "s", token: int = 2, *, priority: int = 0, client: str = ""
+) -> Sequence:
     request = SampleRequest(name, (token,) * prompt, SamplingParams(seed=1, max_tokens=most))
-    return Sequence(name, [token] * prompt, prompt, prompt + most, request=request)
+    return Sequence(name, [token] * prompt, prompt, prompt + most, request=request, priority=priority, client=client)
 
 
 def index() -> PrefixIndex:
@@ -269,6 +272,7 @@ def test_a_scored_sequence_shares_only_what_it_need_not_score() -> None:
     until_idle(sched)
     for start, rows in ((1, 69), (16, 69), (17, 53), (69, 5)):
         one = Sequence("s", [2] * 70, 70, 70, score=ScoreSequence((2,) * 70, start))
+        one.given = GivenScores(start, 70 - start, digests=False, top=0)
         sched.add(one)
         computed = 0
         while one.num_uncomputed or not computed:
@@ -325,7 +329,7 @@ def test_any_load_is_served_within_budget(
     fed: dict[str, int] = {s.sample_id: 0 for s in sequences}
     for _ in range(6000):
         rows = advance(sched)
-        assert not sched.preempted or min(s.arrival for s in sched.running) < sched.preempted[0].arrival
+        assert not sched.preempted or min(s.ticket for s in sched.running) < sched.preempted[0].ticket
         assert sum(count for _, count in rows) <= tokens and len(rows) <= running
         assert all(1 <= count <= chunk for _, count in rows) and len({name for name, _ in rows}) == len(rows)
         for name, count in rows:

@@ -16,6 +16,7 @@ from rollout.types import (
     SampleEvent,
     SampleRequest,
     SampleSummary,
+    ScoreOptions,
     ScoreSequence,
     TensorChunk,
     UpdatePolicy,
@@ -130,7 +131,7 @@ async def test_samples_are_queued_all_or_none(tiny_qwen3_path: Path) -> None:
     with pytest.raises(CapacityExceeded, match="2"):
         await rig.worker.submit(samples)
     with pytest.raises(InvalidRequest):
-        await rig.worker.submit_scores(["a", "b"], [LONG, ScoreSequence((3, 64))], 1.0, False)
+        await rig.worker.submit_scores(["a", "b"], [LONG, ScoreSequence((3, 64))], ScoreOptions())
     assert rig.thread.engine.live_ids == []
     await rig.worker.submit(samples[:2])
     assert rig.thread.engine.live_ids == ["s0", "s1"], "control: two fit"
@@ -243,7 +244,7 @@ async def test_pause_during_a_waiting_update_ends_the_wait(rig: Rig) -> None:
 async def test_a_running_score_does_not_hold_up_an_update_while_paused(rig: Rig, policy: UpdatePolicy) -> None:
     """It is scored again, whole, under the new weights."""
     async with StepGate(rig.thread, 2) as gate:
-        await rig.worker.submit_scores(["x"], [LONG], 1.0, False)
+        await rig.worker.submit_scores(["x"], [LONG], ScoreOptions())
         await gate.reached()
         pause = await queued(rig.thread, rig.worker.pause())
         gate.open()
@@ -251,13 +252,13 @@ async def test_a_running_score_does_not_hold_up_an_update_while_paused(rig: Rig,
     await asyncio.wait_for(rig.update(1, 5, policy), 5)
     await rig.worker.resume()
     (event,) = await rig.until_ended({"x"})
-    await rig.worker.submit_scores(["y"], [LONG], 1.0, False)
+    await rig.worker.submit_scores(["y"], [LONG], ScoreOptions())
     (again,) = await rig.until_ended({"y"})
     assert isinstance(event, ScoreEvent) and isinstance(again, ScoreEvent)
     assert (event.weight_version, again.weight_version) == (5, 5)
     assert event.score.logprobs.tobytes() == again.score.logprobs.tobytes()
     await rig.update(2, 6, policy)
-    await rig.worker.submit_scores(["z"], [LONG], 1.0, False)
+    await rig.worker.submit_scores(["z"], [LONG], ScoreOptions())
     (other,) = await rig.until_ended({"z"})
     assert isinstance(other, ScoreEvent)
     assert other.score.logprobs.tobytes() != again.score.logprobs.tobytes(), "control: other weights"
@@ -334,7 +335,7 @@ async def test_a_broken_step_answers_everyone_and_refuses_the_rest(
 ) -> None:
     await rig.worker.pause()
     await rig.submit("s")
-    await rig.worker.submit_scores(["x"], [LONG], 1.0, False)
+    await rig.worker.submit_scores(["x"], [LONG], ScoreOptions())
 
     def explode() -> list[Event]:
         raise RuntimeError("a kernel fault")

@@ -44,6 +44,17 @@ async def test_generated_rollouts_compare_equal_and_a_changed_bit_does_not(
     assert (other.first_mismatch.request_id, other.first_mismatch.position) == ("prompt1", 1)
 
 
+async def test_the_priority_reaches_the_service(tiny_qwen3_path: Path) -> None:
+    settings = load_settings(None, [f"model.path={tiny_qwen3_path}", "server.port=0", "server.max_priority=3"])
+    sampling = SamplingParams(seed=3, max_tokens=2)
+    with pytest.raises(InvalidRequest, match=r"priority = 4 is outside \[-3, 3\]"):
+        await generate_rollouts(
+            [(5,)], sampling, n=1, digests=False, priority=4, address=None, settings=settings
+        )  # fmt: skip
+    made = await generate_rollouts([(5,)], sampling, n=1, digests=False, priority=3, address=None, settings=settings)
+    assert len(made) == 1
+
+
 def test_prompts_name_the_bad_line(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt_ids": [1, 2]}\n')

@@ -9,10 +9,20 @@ from typing import NoReturn, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from rollout.codec import GenerateEvent
+from rollout.codec import GenerateEvent, join_tops
 from rollout.errors import ParityError
-from rollout.types import Completion, GenerateRequest, SampleSummary, ScoreRequest, ScoreResult, TokenChunk, VersionSpan
-from trainer_bridge.wire.result import GenerateResult, SampledSequence
+from rollout.types import (
+    Completion,
+    GenerateRequest,
+    PromptChunk,
+    SampleSummary,
+    ScoreRequest,
+    ScoreResult,
+    TokenChunk,
+    TopLogprobs,
+    VersionSpan,
+)
+from trainer_bridge.wire.result import GenerateResult, PromptScore, SampledSequence
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -37,6 +47,7 @@ class Assembler:
     def __init__(self, request: GenerateRequest) -> None:
         self._request = request
         self._samples = {request.sample_index + i: _Partial() for i in range(request.n)}
+        self._prompt: list[PromptChunk] = []
         self._completion: Completion | None = None
 
     def add(self, event: GenerateEvent) -> None:
@@ -44,6 +55,8 @@ class Assembler:
         if self._completion is not None:
             self._refuse(f"a {type(event).__name__} follows the Completion")
         match event:
+            case PromptChunk():
+                self._add_prompt(event)
             case TokenChunk():
                 self._add_chunk(event)
             case SampleSummary():
@@ -66,6 +79,7 @@ class Assembler:
             sampling=completion.sampling,
             mode=completion.sampling.logprob_mode,
             manifest_digest=completion.manifest_digest,
+            prompt=_prompt_score(self._prompt),
         )
 
     def _refuse(self, what: str) -> NoReturn:
@@ -79,6 +93,35 @@ class Assembler:
             self._refuse(f"{what} of sample {index} comes after its end")
         return sample
 
+    def _add_prompt(self, chunk: PromptChunk) -> None:
+        name = f"prompt log-probs at {chunk.start}"
+        expected = 1 + sum(len(part.logprobs) for part in self._prompt)
+        if not self._request.prompt_logprobs:
+            self._refuse(f"{name}: none were asked for")
+        if self._samples[self._request.sample_index].length:
+            self._refuse(f"{name}: they come after the first token")
+        if chunk.start != expected or any(part.weight_version != chunk.weight_version for part in self._prompt):
+            self._refuse(f"{name}: position {expected} was due, of the same weight version")
+        if (chunk.row_digests is not None) != self._request.row_digests:
+            self._refuse(f"{name}: row_digests = {self._request.row_digests} was asked, the chunk has it otherwise")
+        self._check_top(chunk.top, name)
+        if not np.isfinite(chunk.logprobs).all():
+            self._refuse(f"{name}: a log-prob is not finite")
+        self._prompt.append(chunk)
+
+    def _check_top(self, top: TopLogprobs | None, name: str) -> None:
+        width = 0 if top is None else top.token_ids.shape[1]
+        if width != self._request.top_logprobs:
+            self._refuse(f"{name}: {self._request.top_logprobs} alternatives were asked, {width} came")
+
+    def _check_prompt(self, prompt: tuple[int, ...]) -> None:
+        """All of the prompt, unless its sample ended before a first token."""
+        first = self._samples[self._request.sample_index]
+        came = sum(len(part.logprobs) for part in self._prompt)
+        due = len(prompt) - 1 if self._request.prompt_logprobs and first.length else came
+        if came != due or came not in (0, len(prompt) - 1):
+            self._refuse(f"{came} prompt log-probs came for a prompt of {len(prompt)} tokens")
+
     def _add_chunk(self, chunk: TokenChunk) -> None:
         sample = self._open(chunk.sample_index, "a chunk")
         name = f"sample {chunk.sample_index} at token {chunk.offset}"
@@ -89,6 +132,7 @@ class Assembler:
             self._refuse(f"{name}: ids, log-probs and digests differ in number ({sorted(lengths)})")
         if (chunk.row_digests is not None) != self._request.row_digests:
             self._refuse(f"{name}: row_digests = {self._request.row_digests} was asked, the chunk has it otherwise")
+        self._check_top(chunk.top, name)
         if chunk.offset != sample.length:
             self._refuse(f"{name}: {sample.length} tokens came before")
         for values in (chunk.policy_logprobs, chunk.behavior_logprobs):
@@ -121,6 +165,7 @@ class Assembler:
             self._refuse(f"the Completion is that of request {completion.request_id!r}")
         if request.prompt_ids and completion.prompt_ids != request.prompt_ids:
             self._refuse("the echoed prompt is not the one that was sent")
+        self._check_prompt(completion.prompt_ids)
         asked, used = request.sampling.seed, completion.sampling.seed
         if asked is not None and (used is None or (asked - used) % 2**64):
             self._refuse(f"seed {asked} was asked, {used} was used")
@@ -154,6 +199,20 @@ def _sequence(sample: _Partial, *, with_digests: bool) -> SampledSequence:
         spans=summary.spans,
         text=summary.text,
         replica=summary.replica,
+        num_cached_tokens=summary.num_cached_tokens,
+        top=join_tops([chunk.top for chunk in sample.chunks]),
+    )
+
+
+def _prompt_score(parts: list[PromptChunk]) -> PromptScore | None:
+    if not parts:
+        return None
+    digests = [part.row_digests for part in parts if part.row_digests is not None]
+    return PromptScore(
+        logprobs=_join([part.logprobs for part in parts], np.float32),
+        weight_version=parts[0].weight_version,
+        row_digests=_join(digests, np.uint64) if digests else None,
+        top=join_tops([part.top for part in parts]),
     )
 
 
@@ -173,6 +232,10 @@ def check_scores(request: ScoreRequest, result: ScoreResult) -> ScoreResult:
         raise ParityError(f"Score of request {result.request_id!r}: {expected} positions were asked, {found} came")
     if any((score.row_digests is not None) != request.row_digests for score in result.scores):
         raise ParityError(f"Score of request {result.request_id!r}: row_digests = {request.row_digests} was asked")
+    if any((0 if s.top is None else s.top.token_ids.shape[1]) != request.top_logprobs for s in result.scores):
+        raise ParityError(
+            f"Score of request {result.request_id!r}: {request.top_logprobs} alternatives a position were asked"
+        )
     if request.request_id and result.request_id != request.request_id:
         raise ParityError(f"Score of request {request.request_id!r} was answered as {result.request_id!r}")
     return result

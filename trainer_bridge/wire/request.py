@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any, TypedDict
 
 from rollout.errors import InvalidRequest
-from rollout.types import GenerateRequest, SamplingParams
+from rollout.types import GenerateRequest, SamplingParams, ScoreRequest, ScoreSequence
 
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 
+class GenerateOptions(TypedDict, total=False):
+    """Keywords of the clients' ``generate`` and ``stream``: fields of ``GenerateRequest``, with its defaults."""
+
+    n: int
+    sample_index: int
+    request_id: str
+    row_digests: bool
+    top_logprobs: int
+    prompt_logprobs: bool
+    priority: int
+
+
+class ScoreCallOptions(TypedDict, total=False):
+    """Keywords of the clients' ``score``: fields of ``ScoreRequest``, with its defaults."""
+
+    temperature: float
+    row_digests: bool
+    request_id: str
+    top_logprobs: int
+    priority: int
+
+
 def make_request(
-    prompt: str | Iterable[int], sampling: SamplingParams, n: int, sample_index: int, request_id: str, row_digests: bool
+    prompt: str | Iterable[int], sampling: SamplingParams, options: GenerateOptions
 ) -> tuple[GenerateRequest, str | None]:
     """The record and, for a text prompt, its text (the record then has no ids)."""
     text = prompt if isinstance(prompt, str) else None
-    request = GenerateRequest(
-        request_id=request_id,
-        prompt_ids=() if isinstance(prompt, str) else tuple(int(token) for token in prompt),
-        sampling=sampling,
-        n=n,
-        sample_index=sample_index,
-        row_digests=row_digests,
-    )
-    return request, text
+    ids = () if isinstance(prompt, str) else tuple(int(token) for token in prompt)
+    fields: dict[str, Any] = {"request_id": "", **options}
+    return GenerateRequest(prompt_ids=ids, sampling=sampling, **fields), text
+
+
+def make_score_request(sequences: Sequence[ScoreSequence], options: ScoreCallOptions) -> ScoreRequest:
+    """The record."""
+    fields: dict[str, Any] = {"request_id": "", **options}
+    return ScoreRequest(sequences=tuple(sequences), **fields)
 
 
 def abort_target(request_id: str, all_requests: bool) -> None:

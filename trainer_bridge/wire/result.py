@@ -13,6 +13,7 @@ from rollout.types import (
     Int32Array,
     LogprobMode,
     SamplingParams,
+    TopLogprobs,
     UInt64Array,
     VersionSpan,
 )
@@ -39,6 +40,23 @@ class SampledSequence:
     text: str | None
     """Decoded sample, when the service has a tokenizer."""
     replica: str
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache."""
+    top: TopLogprobs | None = None
+    """[L, n] likeliest tokens at each position; None when not asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScore:
+    """Log-probs of the prompt's own tokens."""
+
+    logprobs: Float32Array
+    """[P - 1] nats; entry i belongs to prompt_ids[1 + i]."""
+    weight_version: int
+    row_digests: UInt64Array | None
+    """[P - 1] or None when not asked for."""
+    top: TopLogprobs | None
+    """[P - 1, n] or None when not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +73,5 @@ class GenerateResult:
     mode: LogprobMode
     """What ``policy_logprobs`` mean."""
     manifest_digest: str
+    prompt: PromptScore | None = None
+    """When asked for; None for a prompt of one token, and when the first sample ended before its first token."""

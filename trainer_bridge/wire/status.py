@@ -89,6 +89,15 @@ def _by_reason() -> dict[str, type[RolloutError]]:
     return kinds
 
 
-def call_metadata(request_id: str) -> tuple[tuple[str, str], ...]:
-    """Metadata that makes the server's log name the call by the request's id, where a header can hold it."""
-    return (("x-request-id", request_id),) if _METADATA_VALUE.fullmatch(request_id) else ()
+def call_metadata(request_id: str, client_id: str = "") -> tuple[tuple[str, str], ...]:
+    """Metadata that names the call in the server's log by the request's id, where a header can hold it, and the client.
+
+    Raises:
+        InvalidRequest: a client id that a header cannot hold.
+    """
+    metadata = (("x-request-id", request_id),) if _METADATA_VALUE.fullmatch(request_id) else ()
+    if not client_id:
+        return metadata
+    if not _METADATA_VALUE.fullmatch(client_id):
+        raise InvalidRequest(f"client_id = {client_id!r} must be 1 to 128 visible ASCII characters", field="client_id")
+    return (*metadata, ("x-client-id", client_id))
