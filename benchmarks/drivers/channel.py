@@ -65,7 +65,7 @@ def checked(job: Job, samples: "list[Sample]") -> float:
 
 def environment() -> dict[str, str]:
     """The variables that steer threads and engines."""
-    return {k: v for k, v in sorted(os.environ.items()) if k.startswith(_RECORDED) and "PATH" not in k}
+    return {k: v for k, v in sorted(os.environ.items()) if k.startswith(_RECORDED) and not k.endswith(("PATH", "_ID"))}
 
 
 def _answers() -> TextIO:
