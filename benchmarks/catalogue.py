@@ -43,6 +43,8 @@ def runner_specs(options: Options) -> dict[str, RunnerSpec]:
         ours("inexact", "zerodrift, nothing exact forced", "zerodrift", exact=False),
         ours("digests", "zerodrift, row digests", "zerodrift", digests=True),
         ours("service", "zerodrift service (Ray, gRPC)", "service"),
+        ours("service-1x1", "service, 1 replica of 1 thread", "service", threads_per_replica=1),
+        ours("service-2x1", "service, 2 replicas of 1 thread", "service", replicas=2, threads_per_replica=1),
         ours("floor", "floor (GEMMs alone)", "floor"),
         RunnerSpec("hf", "Hugging Face generate", plain, _OURS, {}, threads, (ROOT,)),
         peer("vllm", "vLLM CPU (compiled)", "vllm_cpu"),

@@ -33,6 +33,8 @@ class Plan:
     """file of the results"""
     logs: Path
     """folder of the runners' standard error"""
+    peak_per_workload: bool = False
+    """take peak memory from the start of each workload on, instead of from the start of the engine on"""
 
 
 def driver_config(plan: Plan) -> dict[str, Any]:
@@ -128,6 +130,9 @@ class Measurer:
         pairs = {r.spec.name: Pair(r.spec.name, work, self._plan.session) for r in others}
         alive = list(others)
         warm_up = replace(work, new_tokens=_WARM_UP_TOKENS)
+        if self._plan.peak_per_workload:
+            for runner in (ours, *others):
+                runner.reset_peak()
         for turn in range(self._plan.rounds + 1):
             job = (work if turn else warm_up).job(self._vocab, self._next_turn())
             mine = ours.run(job)

@@ -114,7 +114,12 @@ def write_random_model(fields: dict[str, Any], out: Path, seed: int = 0) -> None
     deviation of the logits is then about 3.3, the entropy 5.3 nats (110M shape).
     """
     config = Qwen3Config(
-        **fields, tie_word_embeddings=True, rope_theta=1e6, bos_token_id=0, eos_token_id=1, dtype="bfloat16"
+        **fields,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        bos_token_id=0,
+        eos_token_id=1,
+        dtype="bfloat16",
     )
     config.architectures = ["Qwen3ForCausalLM"]
     with torch.device("meta"):

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.catalogue import BASELINE
 from benchmarks.runner import Measurement
 from benchmarks.workloads import Workload
 
@@ -69,6 +70,8 @@ class Results:
     """Everything measured of one model."""
 
     model: str
+    kind: str = "engines"
+    """"engines": beside each other at the standard workloads; "curves": along growing ones"""
     sessions: dict[str, dict[str, Any]] = field(default_factory=dict)
     """machine, date, versions, commit of each run of the benchmark that has figures here"""
     runners: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -90,6 +93,17 @@ class Results:
             figure(ours) for pair in self.pairs.values() if pair.workload.name == workload for ours, _ in pair.turns
         ]
         return spread(values) if values else None
+
+    def pairs_of(self, runner: str) -> list[Pair]:
+        """What was measured of a runner."""
+        return [pair for pair in self.pairs.values() if pair.runner == runner and pair.turns]
+
+    def figure(self, runner: str, workload: str, figure: Callable[[Measurement], float]) -> Spread | None:
+        """A runner's figure at a workload, zerodrift's or another's; None when not measured."""
+        if runner == BASELINE:
+            return self.ours(workload, figure)
+        pair = self.pair(runner, workload)
+        return spread([figure(theirs) for _, theirs in pair.turns]) if pair is not None and pair.turns else None
 
     def save(self, path: Path) -> None:
         """Replace the file as a whole, so that an interrupted run leaves the last state."""

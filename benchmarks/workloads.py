@@ -43,7 +43,8 @@ class Workload:
     @property
     def kv_tokens(self) -> int:
         """KV memory in tokens that an engine with shared prefix pages needs to run everything at once."""
-        # The last prompt token is computed by every sample, so its page is nobody's to share.
+        # The last prompt token is computed by every sample, so its page is nobody's to share. What different prompts
+        # share is not counted: engines may keep it once or not.
         whole = -(-self.length // PAGE)
         shared = (self.prompt_tokens - 1) // PAGE if self.samples > 1 else 0
         return PAGE * (self.prompts * shared + self.sequences * (whole - shared))

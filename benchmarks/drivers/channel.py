@@ -39,12 +39,12 @@ class Engine(Protocol):
         """Versions and settings, for the record."""
         ...
 
-    def run(self, job: Job) -> "list[Sample] | None":
+    def run(self, job: Job) -> list[Sample] | None:
         """Do the work and return every sample; None from a driver that only takes the time of something."""
         ...
 
 
-def checked(job: Job, samples: "list[Sample]") -> float:
+def checked(job: Job, samples: list[Sample]) -> float:
     """Mean log-prob of samples that are complete.
 
     Raises:

@@ -37,6 +37,16 @@ def prefill_batches(rows: int, budget: int) -> list[int]:
     return [budget] * (rows // budget) + ([rows % budget] if rows % budget else [])
 
 
+def necessary_rows(prompts: list[list[int]]) -> int:
+    """Rows that prefill computes when what all prompts begin with is computed once."""
+    shared = 0
+    for column in zip(*prompts, strict=False):
+        if len(set(column)) > 1 or len(prompts) == 1:
+            break
+        shared += 1
+    return sum(map(len, prompts)) - shared * (len(prompts) - 1)
+
+
 def stream_rates() -> dict[str, float]:
     """Memory bandwidth in GB/s in the manner of STREAM: arrays far larger than the caches, best of several."""
     count = _STREAM_BYTES // 4
@@ -82,7 +92,6 @@ class FloorEngine:
         self._budget = Settings().engine.max_batch_tokens
         sizes = [(heads + 2 * kv_heads) * dim * hidden, hidden * heads * dim, 3 * hidden * inner]
         self._weight_bytes = 2 * (layers * sum(sizes) + model["vocab_size"] * hidden)
-        self._stream = stream_rates()
 
     def facts(self) -> dict[str, Any]:
         """Bandwidth, and the bytes that each decode step must read."""
@@ -90,14 +99,14 @@ class FloorEngine:
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "weight_bytes_per_step": self._weight_bytes,
-            **self._stream,
+            **stream_rates(),
         }
 
     @torch.no_grad()
     def run(self, job: Job) -> None:
         """Every product of the job, in the order of the steps."""
         sequences = len(job.prompts) * job.samples
-        for rows in prefill_batches(sum(map(len, job.prompts)), self._budget):
+        for rows in prefill_batches(necessary_rows(job.prompts), self._budget):
             self._forward(rows)
         self._forward_head(len(job.prompts))
         for _ in range(job.new_tokens - 1):

@@ -57,7 +57,8 @@ class HuggingFaceEngine:
         out = self._model.generate(ids, attention_mask=mask, generation_config=settings)
         tokens = out.sequences[:, longest:]
         logprobs = [
-            torch.log_softmax(logits.float(), -1).gather(1, tokens[:, step, None]) for step, logits in enumerate(out.logits)
+            torch.log_softmax(logits.float(), -1).gather(1, tokens[:, step, None])
+            for step, logits in enumerate(out.logits)
         ]
         return list(zip(tokens.tolist(), torch.cat(logprobs, 1).tolist(), strict=True))
 

@@ -1,4 +1,4 @@
-"""The whole service: ``zerodrift serve`` in a process of its own (Ray, replicas, gRPC), asked by the bridge's client."""
+"""The whole service: ``zerodrift serve`` in a process of its own (Ray, replicas, gRPC), asked by the bridge."""
 
 from __future__ import annotations
 

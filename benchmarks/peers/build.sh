@@ -4,10 +4,11 @@
 set -euo pipefail
 engine=$1 folder=$2 python=${3:-python3}
 [ -e "$folder/.built" ] && { echo "$engine: already built in $folder"; exit 0; }
+# shellcheck disable=SC2206  options, split on purpose
 torch=(${TORCH_ARGS:-} torch==2.13.0)
 rm -rf "$folder"
 "$python" -m venv "$folder"
-pip=("$folder/bin/python" -m pip --disable-pip-version-check -q --no-input)
+pip=("$folder/bin/python" -m pip --disable-pip-version-check -qq --no-input)
 
 echo "$engine: installing torch"
 "${pip[@]}" install "${torch[@]}"
