@@ -16,7 +16,7 @@ from benchmarks.tables import ENGINES, HEADS, LABELS, number
 from benchmarks.workloads import Workload
 
 COLOURS = {BASELINE: "s0", "vllm": "s1", "sglang": "s2", "hf": "s3", "floor": "s4"}
-_LABEL_WIDTH, _PANEL_WIDTH, _GAP, _BAR, _MARGIN = 92, 190, 18, 20, 20
+_LABEL_WIDTH, _PANEL_WIDTH, _GAP, _BAR, _HEAD, _MARGIN = 92, 190, 18, 20, 20, 20
 _PLOT_WIDTH, _PLOT_HEIGHT = 380, 200
 
 
@@ -25,18 +25,19 @@ def engines_chart(models: Sequence[Results]) -> str:
     works = list({w.name: w for results in models for w in results.workloads()}.values())
     rows = [(results, _engines(results)) for results in models]
     width = _MARGIN * 2 + _LABEL_WIDTH + len(works) * (_PANEL_WIDTH + _GAP) - _GAP
-    heights = [46 + _BAR * len(names) for _, names in rows]
+    heights = [_HEAD + 28 + _BAR * len(names) for _, names in rows]
     drawing = Drawing(width, 52 + sum(heights), "Generated tokens per second, zerodrift beside other engines")
     drawing.text(_MARGIN, 28, "Generated tokens per second (longer is faster), log-probs on, CPU, bfloat16", "title")
     top = 44.0
     for (results, names), height in zip(rows, heights, strict=True):
         drawing.text(_MARGIN, top + 14, TITLES[results.model], "panel")
+        top += _HEAD
         for i, work in enumerate(works):
             left = _MARGIN + _LABEL_WIDTH + i * (_PANEL_WIDTH + _GAP)
             _bars(drawing, results, work, names, left, top)
         for k, name in enumerate(names):
-            drawing.text(_MARGIN + _LABEL_WIDTH - 8, top + 36 + k * _BAR, LABELS[name], anchor="end")
-        top += height
+            drawing.text(_MARGIN + _LABEL_WIDTH - 8, top + 35 + k * _BAR, LABELS[name], anchor="end")
+        top += height - _HEAD
     return drawing.render()
 
 

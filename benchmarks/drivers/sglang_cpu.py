@@ -26,8 +26,9 @@ class SglangEngine:
             attention_backend="torch_native",
             sampling_backend="pytorch",
             skip_tokenizer_init=True,
-            context_length=config["max_length"],
-            max_total_tokens=config["kv_tokens"],
+            # It keeps some tokens of both for itself, and would cut the last samples short without a word.
+            context_length=config["max_length"] + 128,
+            max_total_tokens=config["kv_tokens"] + config["max_length"],
             max_running_requests=config["max_sequences"],
             disable_cuda_graph=True,
             log_level="warning",
