@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -100,6 +101,8 @@ def measure_curves(model: str, args: argparse.Namespace) -> Results:
 def main() -> None:
     """Run, keep, print."""
     args = arguments()
+    # A termination unwinds like an interrupt, so that no runner stays behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     begin = time.perf_counter()
     failed = []
     for model in args.models:

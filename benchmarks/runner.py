@@ -17,7 +17,7 @@ import psutil
 
 from benchmarks.meters import UsageMeter, peak_bytes, process_tree, reset_peak
 
-START_TIMEOUT_S = 900.0
+START_TIMEOUT_S = 1800.0
 RUN_TIMEOUT_S = 3600.0
 STOP_TIMEOUT_S = 30.0
 
