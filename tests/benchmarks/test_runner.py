@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,3 +75,21 @@ def test_missing_samples_are_seen() -> None:
     assert checked(job, [([5], [-2.0]), ([5], [-1.0])]) == -1.5
     with pytest.raises(RuntimeError, match="1 samples came back, 2 were asked for"):
         checked(job, [([5], [-2.0])])
+
+
+def wait_until_stopped(pid: int) -> None:
+    """A signal is delivered when the kernel likes; pytest's own limit ends the wait for one that never comes."""
+    assert os.waitid(os.P_PID, pid, os.WSTOPPED) is not None
+
+
+def test_one_that_polls_is_stopped_between_its_turns(tmp_path: Path) -> None:
+    runner = Runner(dataclasses.replace(fake_spec(), sleeps=False), {}, tmp_path / "log")
+    try:
+        runner.wait_ready()
+        process = psutil.Process(runner.facts["pid"])
+        wait_until_stopped(process.pid)
+        assert runner.run(JOB).tokens == 12
+        wait_until_stopped(process.pid)
+    finally:
+        runner.close()
+    assert not process.is_running()
