@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,10 +69,12 @@ class UsageMeter:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._own, self._all = cpu_seconds(pid), busy_seconds()
+        self._own, self._all, self._start = cpu_seconds(pid), busy_seconds(), time.perf_counter()
 
-    def read(self, seconds: float) -> Usage:
-        """Use over the ``seconds`` since the meter was made."""
+    def read(self) -> Usage:
+        """Use since the meter was made."""
         own = cpu_seconds(self._pid) - self._own
         others = busy_seconds() - self._all - own
+        # The meter's own span, not the engine's time: on a busy machine they differ a lot at short work.
+        seconds = time.perf_counter() - self._start
         return Usage(round(own / seconds, 3), round(max(others, 0.0) / seconds, 3))

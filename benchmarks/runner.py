@@ -114,7 +114,7 @@ class Runner:
         except OSError as error:
             raise RunnerFailed(self._reason(f"gone ({error.strerror})")) from error
         answer = self._answer(RUN_TIMEOUT_S)
-        usage = meter.read(answer["seconds"])
+        usage = meter.read()
         measured = Measurement(
             answer["seconds"],
             answer["tokens"],
