@@ -111,6 +111,9 @@ def main() -> None:
         except RunnerFailed as error:
             say(f"{TITLES[model]}: {error}")
             failed.append(model)
+        except KeyboardInterrupt:
+            say(f"interrupted; what was measured is kept in {args.out}")
+            sys.exit(130)
         else:
             print_results(results)
     say(f"done in {(time.perf_counter() - begin) / 60:.1f} minutes; results and logs are in {args.out}")
