@@ -35,6 +35,7 @@ class ServiceEngine:
             "engine.max_running": MAX_RUNNING,
             "worker.count": self._replicas,
             "worker.num_cpus": 1,
+            "worker.start_timeout_s": 900,
             "server.port": 0,
         }
         command = [sys.executable, "-m", "rollout", "serve", *(f"{key}={value}" for key, value in settings.items())]
