@@ -16,17 +16,17 @@ STAMP := $(VENV)/.installed
 PROTO := proto/rollout/v1/rollout.proto
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto
 
-.PHONY: help setup model demo test test-slow soak lint fix proto schema bench
+.PHONY: help setup model demo test test-slow soak lint fix proto schema bench bench-full bench-peers bench-publish
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 13) or sys.exit(f"zerodrift needs Python 3.11 or 3.12, $(PYTHON) is {v[0]}.{v[1]}; set PYTHON=")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (minutes the first time)"
 	@$(PIP) install $(TORCH_ARGS) '$(TORCH)'
-	@$(PIP) install --editable '.[dev,demo]'
+	@$(PIP) install --editable '.[dev,demo,bench]'
 	@touch $@
 
 setup: $(STAMP) ## make .venv with everything that the other targets need
@@ -66,5 +66,19 @@ proto: setup ## regenerate rollout/v1
 schema: setup ## regenerate configs/schema.json
 	@schema=$$($(BIN)/python -m rollout.config) && printf '%s\n' "$$schema" > configs/schema.json
 
-bench: setup ## the benchmarks
-	@$(BIN)/python -m benchmarks
+# Options of the benchmarks: make bench BENCH='--models smollm2 --runners hf vllm'
+BENCH ?=
+
+bench: setup ## zerodrift beside other engines, 110M shape, about 10 minutes; nothing else may run meanwhile
+	@$(BIN)/python -m benchmarks $(BENCH)
+
+bench-full: setup ## every model and workload, then the growth curves: hours
+	@$(BIN)/python -m benchmarks --models 110m smollm2 06b --workloads n1 n8 n32 grpo long $(BENCH)
+	@$(BIN)/python -m benchmarks --models 110m --curves
+
+bench-peers: ## environments of vLLM and SGLang for the benchmarks, in .peers/ (7 GB, minutes)
+	@TORCH_ARGS="$(TORCH_ARGS)" benchmarks/peers/build.sh vllm .peers/vllm $(PYTHON)
+	@TORCH_ARGS="$(TORCH_ARGS)" benchmarks/peers/build.sh sglang .peers/sglang $(PYTHON)
+
+bench-publish: setup ## take the results in out/bench into the repository, the README and docs/performance.md
+	@$(BIN)/python -m benchmarks.publish out/bench

@@ -25,7 +25,7 @@ def test_links_and_modules_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
         assert (page.parent / link).exists(), link
-    for path in re.findall(r"`((?:rollout|trainer_bridge|proto|configs|tests)/[\w/.]+)`", text):
+    for path in re.findall(r"`((?:rollout|trainer_bridge|benchmarks|proto|configs|tests)/[\w/.]+)`", text):
         assert (ROOT / path).exists(), path
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("rollout", "trainer_bridge")
+PACKAGES = ("rollout", "trainer_bridge", "benchmarks")
 MAX_FILE, MAX_TEST_FILE, MAX_FUNCTION = 400, 500, 60
 
 
