@@ -35,7 +35,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--curves", nargs="*", choices=[*CURVES, "replicas"], help="growth curves instead; none = all")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each pair, after a short one to warm up")
     parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))))
-    parser.add_argument("--wait-policy", choices=["PASSIVE", "ACTIVE"], default="PASSIVE", help="zerodrift's OpenMP")
     parser.add_argument("--peers", type=Path, default=Path(".peers"), help="environments of the other engines")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of results and logs")
     return parser.parse_args()
@@ -48,7 +47,7 @@ class Session:
         say(f"{TITLES[model]}: preparing the model")
         self._folder = model_folder(model)
         self._args = args
-        self._specs = runner_specs(Options(args.threads, args.peers.absolute(), args.wait_policy))
+        self._specs = runner_specs(Options(args.threads, args.peers.absolute()))
         self._out: Path = args.out / (f"{model}.json" if kind == "engines" else f"{model}-{kind}.json")
         self.results = load_results(self._out) if self._out.exists() else Results(model, kind)
         self._key = time.strftime("%Y-%m-%dT%H:%M:%S")

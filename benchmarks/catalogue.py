@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchmarks.machine import ROOT
 from benchmarks.runner import RunnerSpec
+from rollout.openmp import spin_setting
 
 BASELINE = "zerodrift"
 _QUIET = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -21,14 +22,12 @@ class Options:
     threads: int
     peers: Path
     """folder with the other engines' environments"""
-    wait_policy: str = "PASSIVE"
-    """OMP_WAIT_POLICY of zerodrift; its command line and its Ray actors set PASSIVE"""
 
 
 def runner_specs(options: Options) -> dict[str, RunnerSpec]:
     """Every runner. One thread count for all."""
     threads = {"OMP_NUM_THREADS": str(options.threads)} | _QUIET
-    native = threads | {"OMP_WAIT_POLICY": options.wait_policy}
+    native = threads | spin_setting()
 
     def ours(name: str, title: str, driver: str, **config: object) -> RunnerSpec:
         return RunnerSpec(name, title, f"benchmarks.drivers.{driver}", _OURS, config, native, (ROOT,))

@@ -93,8 +93,9 @@ def test_gradient() -> None:
 # ---- one routine (J8) -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("user", ["rollout.token_sampler", "trainer_bridge.forward"])
+@pytest.mark.parametrize("user", ["rollout.top_logprobs", "trainer_bridge.forward"])
 def test_both_sides_import_the_one_routine(user: str) -> None:
+    """The sampler's compiled twin is compared with it bit by bit in kernels/test_logprob.py."""
     imported = importlib.import_module(user)
     shared = [n for n in ("policy_logprobs", "policy_logprob_rows") if getattr(imported, n, None) is getattr(module, n)]
     assert shared, f"{user} does not use rollout.logprobs"
