@@ -1,7 +1,8 @@
 """Correct for a rollout that is not exact: importance weights and rejection, with verl's semantics and numerics.
 
-Everything stays in log space, selects before it exponentiates, and is a constant for the backward pass: a masked token
-changes neither value nor gradient, whatever stands there. For an exact rollout all weights are 1 and nothing is rejected.
+Everything stays in log space, selects before it exponentiates, and is a constant for the backward pass: a masked
+token changes neither value nor gradient, whatever stands there. For an exact rollout all weights are 1 and nothing is
+rejected.
 """
 
 from __future__ import annotations

@@ -95,7 +95,9 @@ def _rs_bounds(option: str, text: str) -> Bounds:
         # Ratios, compared as logarithms.
         return Bounds(math.log(upper), math.log(1.0 / upper if lower is None else lower))
     if lower is not None:
-        raise ConfigError(f"rollout_rs_threshold {text!r}: {option} has an upper bound only", field="rollout_rs_threshold")
+        raise ConfigError(
+            f"rollout_rs_threshold {text!r}: {option} has an upper bound only", field="rollout_rs_threshold"
+        )
     return Bounds(upper)
 
 

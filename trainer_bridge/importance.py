@@ -1,7 +1,7 @@
 """Importance weights trainer / rollout with truncation (TIS) or masking (IcePop), and verl's metrics of them.
 
-Source of semantics and order of operations: ``compute_rollout_correction_weights`` and ``compute_is_metrics`` of verl 0.9.1.
-Shapes: B samples, R tokens of a padded row.
+Source of semantics and order of operations: ``compute_rollout_correction_weights`` and ``compute_is_metrics`` of verl
+0.9.1. Shapes: B samples, R tokens of a padded row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Masked sums and means in verl's order of operations, so that float32 results are verl's to the last bit.
 
-Source: ``masked_sum`` and ``masked_mean`` of ``verl.utils.torch_functional`` 0.9.1: select, multiply by the mask, sum, divide
-by count + 1e-8. Selection comes first, so NaN and infinity at mask 0 never enter.
+Source: ``masked_sum`` and ``masked_mean`` of ``verl.utils.torch_functional`` 0.9.1: select, multiply by the mask,
+sum, divide by count + 1e-8. Selection comes first, so NaN and infinity at mask 0 never enter.
 """
 
 from __future__ import annotations

@@ -76,13 +76,15 @@ def perplexity(rows: Sequence[Float32Array]) -> float:
 def verl_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
     """What verl 0.9.1 logs for this batch: ``training/*`` and ``rollout_corr/*``, float32, in verl's order of steps.
 
-    Source: see ``trainer_bridge.offpolicy``. Two differences, both on purpose: samples without a token that enters are left
-    out (verl averages them in as perplexity 1), and where verl raises or warns for lack of data the value is NaN. Sums
-    are verl's float32 sums, so another order of samples may change the last bits.
+    Source: see ``trainer_bridge.offpolicy``. Two differences, both on purpose: samples without a token that enters are
+    left out (verl averages them in as perplexity 1), and where verl raises or warns for lack of data the value is NaN.
+    Sums are verl's float32 sums, so another order of samples may change the last bits.
     """
     trainer, rollout, mask = padded([sample for sample in samples if sample.mask.any()])
     offpolicy = offpolicy_metrics(trainer, rollout, mask)
-    return probability_metrics(trainer, rollout, mask) | {f"rollout_corr/{key}": offpolicy[key] for key in OFFPOLICY_KEYS}
+    return probability_metrics(trainer, rollout, mask) | {
+        f"rollout_corr/{key}": offpolicy[key] for key in OFFPOLICY_KEYS
+    }
 
 
 def padded(rows: Sequence[ScoredSample]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

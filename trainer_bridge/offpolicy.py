@@ -1,7 +1,8 @@
 """verl's float32 figures of a padded batch: ``training/rollout_probs_diff_*`` and the ``rollout_corr/`` diagnostics.
 
-Source: ``calculate_debug_metrics`` and ``compute_offpolicy_metrics`` of verl 0.9.1, in their order of operations. Rows without a
-token: verl counts them as perplexity 1, which dilutes every per-sample mean (J6). ``drop_empty`` leaves them out.
+Source: ``calculate_debug_metrics`` and ``compute_offpolicy_metrics`` of verl 0.9.1, in their order of operations.
+Rows without a token: verl counts them as perplexity 1, which dilutes every per-sample mean (J6). ``drop_empty``
+leaves them out.
 """
 
 from __future__ import annotations

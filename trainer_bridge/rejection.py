@@ -1,7 +1,8 @@
 """Rejection of tokens or samples whose divergence leaves a trust region, by the estimators k1, k2 and k3.
 
-With d = trainer - rollout: k1 = -d, k2 = d*d/2, k3 = exp(d) - 1 - d. Per token, or per sample as sum, mean or maximum.
-Source of semantics and order of operations: ``compute_rollout_rejection_mask`` and ``compute_rs_metrics`` of verl 0.9.1.
+With d = trainer - rollout: k1 = -d, k2 = d*d/2, k3 = exp(d) - 1 - d. Per token, or per sample as sum, mean or
+maximum. Source of semantics and order of operations: ``compute_rollout_rejection_mask`` and ``compute_rs_metrics`` of
+verl 0.9.1.
 """
 
 from __future__ import annotations

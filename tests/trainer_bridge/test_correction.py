@@ -51,7 +51,9 @@ def test_truncation_clamps_and_icepop_masks() -> None:
 
 
 def test_a_sequence_weight_is_the_product_on_every_token() -> None:
-    weights = correct(*one_row([math.log(0.5), math.log(3.0), 9.0], [1, 1, 0]), CorrectionConfig("sequence", 2.0)).weights
+    weights = correct(
+        *one_row([math.log(0.5), math.log(3.0), 9.0], [1, 1, 0]), CorrectionConfig("sequence", 2.0)
+    ).weights
     assert weights is not None and weights[0].tolist() == pytest.approx([1.5, 1.5, 0.0], rel=1e-6)
 
 

@@ -17,8 +17,6 @@ from trainer_bridge.correction import correct
 from trainer_bridge.correction_config import RS_OPTIONS, CorrectionConfig
 from trainer_bridge.offpolicy import probability_metrics
 
-pytestmark = pytest.mark.filterwarnings("default")
-
 
 def batch(seed: int, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Random log-probs, with the edges that a trainer meets."""

@@ -74,7 +74,9 @@ class ServerAdapter(BaseRollout):
         if wire_format != "named_tensors":
             raise UnsupportedFeature(f"wire format {wire_format!r}: zerodrift takes whole named tensors")
         if extra.get("peft_config") is not None:
-            raise UnsupportedFeature("a LoRA adapter by itself is not served; set actor_rollout_ref.model.lora.merge=true")
+            raise UnsupportedFeature(
+                "a LoRA adapter by itself is not served; set actor_rollout_ref.model.lora.merge=true"
+            )
         # Every rank must walk the generator: gathering a sharded tensor is a collective.
         listed = [(name, tensor) async for name, tensor in ensure_async_iterator(weights)]
         if not self._sends:
@@ -85,7 +87,6 @@ class ServerAdapter(BaseRollout):
             log.error("replica %d is dead and gets no weights: %s", self.replica_rank, error)
             return
         await self._send(address, listed, 0 if global_steps is None else int(global_steps))
-
 
     async def _send(self, address: str, listed: list[tuple[str, torch.Tensor]], step: int) -> None:
         async with AsyncRolloutClient(address, timeout_s=self.options.timeout_s) as client:

@@ -1,13 +1,13 @@
 """verl's ``model.external_lib``: makes its FSDP actor (and reference) compute with the rollout's bits.
 
-Importing it changes verl's FSDP engine in this process, in three places: a built module is aligned before FSDP wraps it;
-every batch, forward and backward, runs in the kernel set's invariant mode; and logits become log-probs by C1. The last
-replaces two steps of verl's unfused path: the temperature, which verl rounds to the logits' dtype (0.7 becomes 0.69921875
-in bfloat16), and log-softmax over logits in that dtype. Here both are float32, as in the rollout.
+Importing it changes verl's FSDP engine in this process, in three places: a built module is aligned before FSDP wraps
+it; every batch, forward and backward, runs in the kernel set's invariant mode; and logits become log-probs by C1. The
+last replaces two steps of verl's unfused path: the temperature, which verl rounds to the logits' dtype (0.7 becomes
+0.69921875 in bfloat16), and log-softmax over logits in that dtype. Here both are float32, as in the rollout.
 
-Settings come from ``ZERODRIFT_KERNELS__NAME`` and ``ZERODRIFT_ENGINE__PAGE_SIZE``, as for the service; the handshake shows
-a difference. Not covered, and refused: fused kernels, Ulysses sequence parallelism, Liger kernels, LoRA that is not merged.
-Megatron and VeOmni engines are not touched: the handshake then says that no model was aligned.
+Settings come from ``ZERODRIFT_KERNELS__NAME`` and ``ZERODRIFT_ENGINE__PAGE_SIZE``, as for the service; the handshake
+shows a difference. Not covered, and refused: fused kernels, Ulysses sequence parallelism, Liger kernels, LoRA that is
+not merged. Megatron and VeOmni engines are not touched: the handshake then says that no model was aligned.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rollout.kernels.registry import resolve_kernels
 from trainer_bridge.aligned import aligned_logprobs, aligned_manifest, install
 from trainer_bridge.aligned_attention import register_training_interface
 from trainer_bridge.verl.align_state import remember
+from trainer_bridge.verl.step_zero import check_first_batch
 
 log = logging.getLogger(__name__)
 _MARK = "_zerodrift_aligned"
@@ -121,9 +122,12 @@ def _aligned_build(original: Any) -> Any:
 
 def _in_invariant_mode(original: Any) -> Any:
     @functools.wraps(original)
-    def batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def batch(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         with trainer_kernels().invariant_mode():
-            return original(self, *args, **kwargs)
+            output = original(self, data, loss_function, forward_only=forward_only)
+        if forward_only:
+            check_first_batch(self, data, output)
+        return output
 
     return batch
 

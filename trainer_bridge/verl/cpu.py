@@ -1,8 +1,8 @@
 """verl on a machine without an accelerator: a CPU platform with gloo, through verl's own platform registry.
 
 For tests and small runs. One function of verl is replaced: the one that opens the process group, which would name the
-backend "cpu:gloo,cpu:gloo" here. ``environment()`` holds the variables that every process needs.
-What verl counts as "GPUs" are then CPU processes: start Ray with as many logical ones (``num_gpus``), since verl counts them.
+backend "cpu:gloo,cpu:gloo" here. ``environment()`` holds the variables that every process needs. What verl counts as
+"GPUs" are then CPU processes: start Ray with as many logical ones (``num_gpus``), since verl counts them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _one_backend(original: Any) -> Any:
 
 
 def environment() -> dict[str, str]:
-    """Variables that choose this platform, and the FSDP engine that verl registers for cuda, which runs on any device."""
+    """Variables that choose this platform, and verl's FSDP engine, registered for cuda but able to run anywhere."""
     return {
         "VERL_USE_EXTERNAL_MODULES": "trainer_bridge.verl.plugin,trainer_bridge.verl.cpu",
         "VERL_PLATFORM": PLATFORM,
@@ -50,6 +50,7 @@ def _device_module() -> types.ModuleType:
     module.__dict__["mem_get_info"] = lambda *_, **__: (0, 0)
     module.__dict__["get_rng_state"] = lambda *_, **__: torch.get_rng_state()
     module.__dict__["set_rng_state"] = lambda state, *_, **__: torch.set_rng_state(state)
+    module.__dict__["get_device_name"] = lambda *_, **__: "CPU"
     module.__dict__["is_available"] = lambda: False
     module.__dict__["manual_seed"] = torch.manual_seed
     module.__dict__["manual_seed_all"] = torch.manual_seed

@@ -1,7 +1,8 @@
 """Seeds of a verl run: from run seed, global step, prompt, sample and turn. Never from replica, request id or arrival.
 
-verl seeds every request of a replica alike (``replica_rank + rollout.seed``), so siblings on one replica would be equal
-and tokens would depend on routing. Here two siblings differ by ``index`` or ``occurrence`` and nothing else enters.
+verl seeds every request of a replica alike (``replica_rank + rollout.seed``), so siblings on one replica would be
+equal and tokens would depend on routing. Here two siblings differ by ``index`` or ``occurrence`` and nothing else
+enters.
 """
 
 from __future__ import annotations

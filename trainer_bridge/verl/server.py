@@ -56,7 +56,9 @@ class ZerodriftServer:
             self._model["prompt_length"], self._model["response_length"], self._model["context_length"]
         )
         run_seed = self._options.run_seed
-        self._session = Session(client, info, self._options, budget, self._model["seed"] if run_seed is None else run_seed)
+        self._session = Session(
+            client, info, self._options, budget, self._model["seed"] if run_seed is None else run_seed
+        )
         return self._address
 
     @property

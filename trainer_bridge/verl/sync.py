@@ -20,7 +20,9 @@ HEAD = "lm_head.weight"
 
 def served(tensors: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype) -> list[tuple[str, torch.Tensor]]:
     """Tensors on the host in the served dtype: floating ones rounded once, to nearest even, as the trainer's cast."""
-    return [(name, t.detach().to(device="cpu", dtype=dtype if t.is_floating_point() else t.dtype)) for name, t in tensors]
+    return [
+        (name, t.detach().to(device="cpu", dtype=dtype if t.is_floating_point() else t.dtype)) for name, t in tensors
+    ]
 
 
 def check_manifests(info: ServerInfo, trainer: Mapping[str, str] | None, mode: Mode) -> None:
@@ -61,7 +63,7 @@ async def push_weights(
     """
     listed = served(tensors, DTYPES[info.manifest["dtype.model"]])
     names = [name for name, _ in listed if name != HEAD]
-    held = {name: tensor for name, tensor in listed}
+    held = dict(listed)
     if HEAD in held and _is_tied(held, names):
         # A tied head is one parameter: it goes, and is digested, under the embedding's name only.
         listed = [(name, tensor) for name, tensor in listed if name != HEAD]

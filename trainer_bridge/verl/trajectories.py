@@ -1,8 +1,8 @@
 """Which turn of which trajectory a request is, told from request ids and prompts alone.
 
 verl sends one request id through all turns of a trajectory, and each turn's prompt extends the one before. Under
-``rollout.full_determinism`` the ids are ``det-0``, ``det-1``, ... and come again at every step, in validation too; so an
-id alone names nothing.
+``rollout.full_determinism`` the ids are ``det-0``, ``det-1``, ... and come again at every step, in validation too; so
+an id alone names nothing.
 """
 
 from __future__ import annotations
