@@ -23,6 +23,7 @@ STANDALONE = (
     "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=trainer_bridge.verl.checkpoint",
 )
 """Two replicas apart from the trainer, weights over gRPC."""
+LOOPS = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={Path(__file__).with_name('loops.yaml')}"
 FLOAT32 = (
     "actor_rollout_ref.rollout.dtype=float32",
     "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32",
@@ -45,9 +46,13 @@ class Cluster:
     checkpoints: Any
     """CheckpointEngineManager"""
 
-    def generate(self, prompts: Sequence[str], n: int = 1, loops: Any = None) -> DataProto:
+    def generate(
+        self, prompts: Sequence[str], n: int = 1, loops: Any = None, agent: str = "single_turn_agent"
+    ) -> DataProto:
         """verl's agent loops over our service."""
-        return (loops or self.loops).generate_sequences(batch_of(prompts, n))
+        batch = batch_of(prompts, n)
+        batch.non_tensor_batch["agent_name"] = np.array([agent] * len(batch), dtype=object)
+        return (loops or self.loops).generate_sequences(batch)
 
     def fresh_loops(self) -> Any:
         """What a second run of the trainer would have: a router, clients and agent loops of its own."""
@@ -113,7 +118,7 @@ def start(folder: Path, extra: Sequence[str] = ()) -> Cluster:
     from verl.workers.engine_workers import ActorRolloutRefWorker
     from verl.workers.rollout.llm_server import LLMServerManager
 
-    config = compose(folder, [*STANDALONE, *extra])
+    config = compose(folder, [*STANDALONE, LOOPS, *extra])
     servers = LLMServerManager.create(config=config)
     loops = AgentLoopManager.create(config=config, llm_client=servers.get_client())
     actors = RayWorkerGroup(

@@ -15,6 +15,7 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_
 from verl.utils.debug.metrics import calculate_debug_metrics
 
 from tests.verl.cluster import FLOAT32, Cluster, batch_of, start, stop
+from tests.verl.two_turns import TOOL
 from trainer_bridge.batches import samples_from_dataproto
 from trainer_bridge.compare import compare
 from trainer_bridge.gates import StepZeroGate
@@ -101,6 +102,23 @@ def test_3_a_second_run_repeats_and_another_step_does_not(cluster: Cluster) -> N
     assert set(later.non_tensor_batch["global_steps"]) == {9}
     assert not set(bits(later)) & set(bits(first))
     cluster.checkpoints.update_weights(global_steps=0)
+
+
+def test_3b_two_turns_with_a_tool_between(cluster: Cluster) -> None:
+    data = cluster.score(cluster.generate(PROMPTS, N, agent="two_turns"))
+    mask, responses = data.batch["response_mask"], data.batch["responses"]
+    assert mask.tolist() == [[1] * 5 + [0] * 3 + [1] * 4] * len(data)
+    assert responses[:, 5:8].tolist() == [list(TOOL)] * len(data)
+    first, second = details(data), list(data.non_tensor_batch["second"])
+    assert {d["turn"] for d in first} == {0} and {d["turn"] for d in second} == {1}
+    assert len({d["seed"] for d in [*first, *second]}) == 2 * len(data)
+    assert [d["prompt_tokens"] + 8 for d in first] == [d["prompt_tokens"] for d in second], (
+        "a turn is a prefix of the next"
+    )
+    assert compare(samples_from_dataproto(data)).tokens == 9 * len(data)
+    assert_zero_by_verl(data)
+    data.batch["rollout_log_probs"][mask == 0] = float("nan")
+    assert compare(samples_from_dataproto(data)).bitwise_equal
 
 
 def test_4_weights_through_verls_checkpoint_manager(cluster: Cluster) -> None:

@@ -14,7 +14,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from rollout.errors import UnsupportedFeature
-from rollout.types import UpdatePolicy
+from rollout.types import ServerInfo, UpdatePolicy
 from trainer_bridge.aio_client import AsyncRolloutClient
 from trainer_bridge.verl.align_state import trainer_manifest
 from trainer_bridge.verl.options import NAME, read_options
@@ -36,7 +36,9 @@ class ServerAdapter(BaseRollout):
         size = int(self.config.tensor_model_parallel_size * self.config.data_parallel_size)
         rank = int(os.environ.get("RANK", "0"))
         self.replica_rank = replica_rank if replica_rank != -1 else rank // size
-        self.is_leader_rank = replica_rank != -1 or rank % size == 0
+        self._colocated = replica_rank == -1
+        """in the trainer's process, not in a checkpoint worker"""
+        self.is_leader_rank = not self._colocated or rank % size == 0
         services = len(self.options.addresses)
         self._sends = self.is_leader_rank and (services == 0 or self.replica_rank < services)
         self._server: Any = None
@@ -88,11 +90,21 @@ class ServerAdapter(BaseRollout):
             return
         await self._send(address, listed, 0 if global_steps is None else int(global_steps))
 
+    def _check(self, info: ServerInfo) -> None:
+        if self._colocated:
+            check_manifests(info, trainer_manifest(), self.options.handshake)
+        elif self.options.handshake != "off":
+            log.warning(
+                "no handshake: this process only passes weights on and knows nothing of the trainer; with "
+                "checkpoint_engine.backend=%s the trainer itself speaks to the service and compares manifests",
+                NAME,
+            )
+
     async def _send(self, address: str, listed: list[tuple[str, torch.Tensor]], step: int) -> None:
         async with AsyncRolloutClient(address, timeout_s=self.options.timeout_s) as client:
             info = await client.info()
             if not self._checked:
-                check_manifests(info, trainer_manifest(), self.options.handshake)
+                self._check(info)
                 self._checked = True
             policy = UpdatePolicy(self.options.update_policy)
             state = await push_weights(client, listed, step=step, policy=policy, info=info)

@@ -88,9 +88,10 @@ class GrpcCheckpointEngine(CheckpointEngine):
         return {"zerodrift/services_updated": float(sum(served))}
 
     async def _serve(self, name: str, listed: list[tuple[str, torch.Tensor]], step: int) -> bool:
+        server: Any
         try:
             server = ray.get_actor(name)
-            address = await server.get_server_address.remote()
+            address: str = await server.get_server_address.remote()
         except (ValueError, RayActorError) as error:
             log.error("%s is dead and gets no weights: %s", name, error)
             return False
@@ -105,8 +106,9 @@ class GrpcCheckpointEngine(CheckpointEngine):
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Nothing comes this way."""
-        for nothing in ():
-            yield nothing
+        none: tuple[tuple[str, torch.Tensor], ...] = ()
+        for item in none:
+            yield item
 
 
 def server_names() -> list[str]:

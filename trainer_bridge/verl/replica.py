@@ -79,7 +79,7 @@ class ZerodriftReplica(RolloutReplica):
             max_concurrency=self.max_concurrency,
         )
         sleeps = self.rollout_mode is RolloutMode.HYBRID and bool(self.config.free_cache_engine)
-        server = actor.remote(options.model_dump(), address, self._model(), sleeps)
+        server: Any = actor.remote(options.model_dump(), address, self._model(), sleeps)
         launched = server.launch.remote()
         try:
             where = await asyncio.wait_for(asyncio.wrap_future(launched.future()), options.start_timeout_s)

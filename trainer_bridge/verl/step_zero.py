@@ -36,12 +36,12 @@ def check_first_batch(engine: Any, data: Any, output: Any) -> None:
 
     trainer = no_padding_2_padding(output["model_output"]["log_probs"], data).float().cpu()
     rollout, mask = (_padded(data[name], trainer) for name in ("rollout_log_probs", "response_mask"))
-    rows = (trainer.numpy(), rollout.numpy(), mask.numpy())
+    ours, theirs, masks = (list(rows.numpy()) for rows in (trainer, rollout, mask))
     # The rollout's own temperature is in its details; equality of bits does not depend on the label.
-    gate.check(samples_from_arrays(*rows, temperature=1.0))
+    gate.check(samples_from_arrays(ours, theirs, masks, temperature=1.0))
 
 
 def _padded(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    if not values.is_nested:
-        return values.cpu()
-    return torch.nested.to_padded_tensor(values, 0, output_size=tuple(like.shape)).cpu()
+    if values.is_nested:
+        values = torch.nested.to_padded_tensor(values, 0, output_size=tuple(like.shape))
+    return values.cpu()
