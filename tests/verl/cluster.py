@@ -19,6 +19,7 @@ from examples.verl_grpo_cpu.run import compose
 STANDALONE = (
     "actor_rollout_ref.rollout.nnodes=1",
     "actor_rollout_ref.rollout.n_gpus_per_node=2",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=3",
     "actor_rollout_ref.rollout.checkpoint_engine.backend=zerodrift",
     "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=trainer_bridge.verl.checkpoint",
 )

@@ -84,7 +84,7 @@ def test_1_verls_agent_loops_and_its_fsdp_forward_agree_to_the_bit(cluster: Clus
 
 
 def test_2_one_bit_off_is_seen_by_the_gate(cluster: Cluster) -> None:
-    data = cluster.score(cluster.generate(PROMPTS[:1], 1))
+    data = cluster.score(cluster.generate(PROMPTS[:1], N))
     first = data.batch["rollout_log_probs"][0, 0]
     data.batch["rollout_log_probs"][0, 0] = torch.nextafter(first, torch.tensor(0.0))
     assert compare(samples_from_dataproto(data)).unequal_tokens == 1
