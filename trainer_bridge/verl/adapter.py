@@ -88,7 +88,9 @@ class ServerAdapter(BaseRollout):
         except RayActorError as error:
             log.error("replica %d is dead and gets no weights: %s", self.replica_rank, error)
             return
-        await self._send(address, listed, 0 if global_steps is None else int(global_steps))
+        # verl also syncs within a step, without naming it.
+        step = await self._handle().get_global_steps.remote() if global_steps is None else int(global_steps)
+        await self._send(address, listed, step)
 
     def _check(self, info: ServerInfo) -> None:
         if self._colocated:

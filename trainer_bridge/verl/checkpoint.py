@@ -81,17 +81,18 @@ class GrpcCheckpointEngine(CheckpointEngine):
         listed: list[tuple[str, torch.Tensor]] = [item async for item in ensure_async_iterator(weights)]
         if not self._sends:
             return {}
-        step = 0 if global_steps is None else int(global_steps)
-        served = [await self._serve(name, listed, step) for name in server_names()]
+        served = [await self._serve(name, listed, global_steps) for name in server_names()]
         if not any(served):
             raise ReplicaUnavailable("no zerodrift server lives to take the weights")
         return {"zerodrift/services_updated": float(sum(served))}
 
-    async def _serve(self, name: str, listed: list[tuple[str, torch.Tensor]], step: int) -> bool:
+    async def _serve(self, name: str, listed: list[tuple[str, torch.Tensor]], global_steps: int | None) -> bool:
         server: Any
         try:
             server = ray.get_actor(name)
             address: str = await server.get_server_address.remote()
+            # verl also syncs within a step, without naming it.
+            step: int = await server.get_global_steps.remote() if global_steps is None else int(global_steps)
         except (ValueError, RayActorError) as error:
             log.error("%s is dead and gets no weights: %s", name, error)
             return False

@@ -107,12 +107,12 @@ class ZerodriftServer:
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Admit again after ``sleep``; waking the weights alone does not."""
         if tags is None or "kv_cache" in tags:
-            await self._ready.open_gate()
+            await self._ready.wake_up()
 
     async def sleep(self) -> None:
         """Let no request in until ``wake_up``. Memory is not released: the service keeps weights and KV."""
         if self._sleeps:
-            await self._ready.close_gate()
+            await self._ready.sleep()
 
     async def abort_all_requests(self, reject_request: bool = False) -> int:
         """End every request with its partial tokens; later ones wait, or are answered as aborted."""
@@ -120,7 +120,7 @@ class ZerodriftServer:
 
     async def resume_generation(self) -> None:
         """Admit again after ``abort_all_requests``."""
-        await self._ready.open_gate()
+        await self._ready.resume()
 
     async def clear_kv_cache(self) -> None:
         """Nothing to do: cached keys carry the weight version, so no later request can read stale ones."""

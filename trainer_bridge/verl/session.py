@@ -49,6 +49,9 @@ class Session:
         self._budget = replace(budget, context_length=min(budget.context_length, info.context_length))
         self._run_seed = run_seed
         self._gate = Gate()
+        self._asleep = False
+        self._halted: GateState | None = None
+        """what an abort does to arrivals until generation is resumed"""
         self._unique = secrets.token_hex(4)
         self._count = itertools.count()
         self._steps = {info.weights.version: 0}
@@ -134,7 +137,8 @@ class Session:
         Raises:
             ReplicaUnavailable: they did not end within the options' timeout.
         """
-        await self._gate.set(GateState.REFUSING if refuse else GateState.PARKED)
+        self._halted = GateState.REFUSING if refuse else GateState.PARKED
+        await self._set_gate()
         ended = len(self._gate.inside)
         deadline = asyncio.get_running_loop().time() + self._options.timeout_s
         while self._gate.inside:
@@ -149,13 +153,24 @@ class Session:
                 )
         return ended
 
-    async def close_gate(self) -> None:
-        """Arrivals wait until ``open_gate``; those inside go on."""
-        await self._gate.set(GateState.PARKED)
+    async def resume(self) -> None:
+        """Undo ``abort_all``; a sleeping session goes on sleeping."""
+        self._halted = None
+        await self._set_gate()
 
-    async def open_gate(self) -> None:
-        """Admit again."""
-        await self._gate.set(GateState.OPEN)
+    async def sleep(self) -> None:
+        """Arrivals wait until ``wake_up``; those inside go on. Arrivals that are refused stay refused."""
+        self._asleep = True
+        await self._set_gate()
+
+    async def wake_up(self) -> None:
+        """Undo ``sleep``; an aborted session stays closed until ``resume``."""
+        self._asleep = False
+        await self._set_gate()
+
+    async def _set_gate(self) -> None:
+        awake = GateState.PARKED if self._asleep else GateState.OPEN
+        await self._gate.set(awake if self._halted is None else self._halted)
 
     async def drained(self, timeout_s: float = 1.0) -> bool:
         """Whether nobody is inside after at most ``timeout_s`` seconds."""

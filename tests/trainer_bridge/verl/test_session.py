@@ -102,7 +102,7 @@ async def test_g1_abort_at_every_point_resumes_to_the_same_tokens_within_the_bud
             )
             await asyncio.sleep(0)
             assert part.stop_reason == "aborted" or len(part.token_ids) == 10
-            await one.open_gate()
+            await one.resume()
             if len(part.token_ids) == 10:
                 parked.cancel()
                 await asyncio.gather(parked, return_exceptions=True)
@@ -117,8 +117,26 @@ async def test_a_refusing_session_answers_with_no_token(tiny_qwen3_path: Path) -
         assert await one.abort_all(refuse=True) == 0
         refused = await generate(one)
         assert (refused.token_ids, refused.log_probs, refused.stop_reason) == ([], [], "aborted")
-        await one.open_gate()
+        await one.resume()
         assert len((await generate(one)).token_ids) == 12
+
+
+async def test_sleep_and_abort_are_undone_each_by_its_own(tiny_qwen3_path: Path) -> None:
+    """verl's asynchronous trainers abort, sleep, sync weights (which wakes), and only then resume."""
+    async with session(tiny_qwen3_path) as (_, _, one):
+        await one.abort_all(refuse=True)
+        await one.sleep()
+        assert (await generate(one)).stop_reason == "aborted", "a server that left rotation parks nobody"
+        await one.wake_up()
+        assert (await generate(one)).stop_reason == "aborted"
+        await one.sleep()
+        await one.resume()
+        waiting = asyncio.create_task(generate(one))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        await one.wake_up()
+        assert len((await soon(waiting)).token_ids) == 12
 
 
 async def test_g3_versions_are_told_as_global_steps(tiny_qwen3_path: Path) -> None:
