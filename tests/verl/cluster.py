@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 from examples.verl_grpo_cpu.run import compose
+from trainer_bridge.verl.checkpoint import server_names
 
 STANDALONE = (
     "actor_rollout_ref.rollout.nnodes=1",
@@ -148,3 +150,8 @@ def stop(cluster: Cluster) -> None:
         cluster.servers.global_load_balancer,
     ]:
         ray.kill(handle)
+    # A name is free only once its actor is gone, and the next cluster uses the same names.
+    deadline = time.monotonic() + 60
+    while server_names() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not server_names()
