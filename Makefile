@@ -15,8 +15,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 STAMP := $(VENV)/.installed
 PROTO := proto/rollout/v1/rollout.proto
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto
+# veRL pins transformers and brings ray, pandas and wandb: an environment of its own keeps the other one small.
+VERL_VENV := .venv-verl
+VERL_BIN := $(VERL_VENV)/bin
+VERL_PIP := $(VERL_BIN)/python -m pip --disable-pip-version-check -qq --no-input
 
-.PHONY: help setup model demo test test-slow soak lint fix proto schema bench bench-full bench-peers bench-publish
+.PHONY: help setup model demo test test-slow soak lint fix proto schema bench bench-full bench-peers bench-publish test-verl example-verl
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -45,6 +49,19 @@ test-slow: model ## the tests marked slow (none so far)
 
 soak: setup ## random schedules with new seeds for SOAK_MINUTES (10)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak
+
+$(VERL_VENV)/.installed: pyproject.toml
+	@test -x $(VERL_BIN)/python || $(PYTHON) -m venv $(VERL_VENV)
+	@echo "installing verl into $(VERL_VENV) (minutes the first time)"
+	@$(VERL_PIP) install $(TORCH_ARGS) '$(TORCH)'
+	@$(VERL_PIP) install --editable '.[verl,verl-test]'
+	@touch $@
+
+test-verl: $(VERL_VENV)/.installed ## the tests against veRL itself, on the CPU, in .venv-verl
+	@$(VERL_BIN)/python -m pytest -x -q -W default tests/verl # verl and what it imports warn
+
+example-verl: $(VERL_VENV)/.installed ## three GRPO steps by veRL's own trainer on the CPU, every log-prob compared
+	@$(VERL_BIN)/python -m examples.verl_grpo_cpu
 
 lint: setup ## ruff, mypy, import order, buf, freshness of generated files
 	@$(BIN)/ruff check

@@ -203,5 +203,7 @@ def config_digest_source(model: SharedModel) -> str:
     """Canonical JSON of the numerics-bearing config, for the manifest: paths, versions and dtype left out."""
     config = model.hf.config.to_dict()
     ignored = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache"}
+    # Trainers fill these in: ids that end samples or pad rows, and the attention, which the manifest names by itself.
+    ignored |= {"bos_token_id", "eos_token_id", "pad_token_id", "attn_implementation"}
     kept = {k: v for k, v in config.items() if k not in ignored and not k.startswith("_")}
     return json.dumps(kept, sort_keys=True, default=str)

@@ -27,9 +27,9 @@ def config(folder: Path, **fields: Any) -> dict[str, Any]:
     return {"model": str(folder), "threads": torch.get_num_threads(), "kv_tokens": 1024} | fields
 
 
-def least_rows(engine: ZerodriftEngine) -> set[int | None]:
+def plans(engine: ZerodriftEngine) -> set[linear.ProductPlan]:
     decoder: Any = engine._engine._decoder
-    return {linear._least_rows for layer in decoder._layers for linear in layer.linears()} | {decoder._head._least_rows}
+    return {each._plan for layer in decoder._layers for each in layer.linears()} | {decoder._head._plan}
 
 
 def test_models_are_the_same_bytes_every_time(folder: Path, tmp_path: Path) -> None:
@@ -48,12 +48,12 @@ def test_exact_engine_keeps_what_packing_would_change(folder: Path) -> None:
 
 
 def test_inexact_engine_pads_nothing(folder: Path) -> None:
-    measured = linear.packed_least_rows
+    measured = linear.plan_product
     inexact = ZerodriftEngine(config(folder, exact=False))
     checked(JOB, inexact.run(JOB))
     assert inexact.facts()["exact"] is False
-    assert least_rows(inexact) == {1}
-    assert linear.packed_least_rows is measured, "models built later must be exact again"
+    assert all(plan.packed_rows == 1 or plan.block not in (None, *linear.dot.BLOCKS) for plan in plans(inexact))
+    assert linear.plan_product is measured, "models built later must be exact again"
 
 
 def test_generate_of_transformers(folder: Path) -> None:

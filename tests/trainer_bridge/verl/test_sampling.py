@@ -1,0 +1,101 @@
+"""verl's sampling dictionary and options: honoured or refused, never ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollout.errors import ConfigError, InvalidRequest, UnsupportedFeature
+from rollout.types import SamplingParams
+from trainer_bridge.verl.hosted import hosted_settings
+from trainer_bridge.verl.options import read_options
+from trainer_bridge.verl.sampling import LengthBudget, to_sampling
+
+BUDGET = LengthBudget(prompt_length=16, response_length=12, context_length=40)
+VERL = {"temperature": 0.7, "top_p": 1, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+"""What verl 0.9.1's agent loop sends."""
+
+
+def test_verls_own_dictionary() -> None:
+    params, wants = to_sampling(VERL, 10, BUDGET)
+    assert params == SamplingParams(temperature=0.7, top_p=1, top_k=-1, max_tokens=12) and wants
+    assert not params.filtered
+    assert to_sampling(VERL | {"logprobs": False}, 10, BUDGET)[1] is False
+    greedy, _ = to_sampling(VERL | {"temperature": 0}, 10, BUDGET)
+    assert greedy.greedy
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked", "want"), [(10, None, 12), (20, None, 8), (27, None, 1), (30, None, 1), (10, 5, 5), (38, 9, 2)]
+)
+def test_max_tokens_defaults_as_verl_expects(prompt: int, asked: int | None, want: int) -> None:
+    """min(response, prompt + response - length), within the context, never below 1."""
+    assert to_sampling(VERL | ({} if asked is None else {"max_tokens": asked}), prompt, BUDGET)[0].max_tokens == want
+    assert (
+        to_sampling(VERL | ({} if asked is None else {"max_new_tokens": asked}), prompt, BUDGET)[0].max_tokens == want
+    )
+
+
+def test_a_full_context_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="leaves no room in a context of 40"):
+        to_sampling(VERL, 40, BUDGET)
+    with pytest.raises(InvalidRequest, match="differ"):
+        to_sampling(VERL | {"max_tokens": 1, "max_new_tokens": 2}, 3, BUDGET)
+
+
+def test_the_rest_of_what_is_supported() -> None:
+    given = {"seed": 5, "stop": "x", "stop_token_ids": [3], "min_p": 0.1, "ignore_eos": True, "top_k": 4}
+    params, wants = to_sampling(given | {"include_stop_str_in_output": True, "logprobs": 0}, 3, BUDGET)
+    assert params == SamplingParams(
+        seed=5, stop=("x",), stop_token_ids=(3,), min_p=0.1, ignore_eos=True, top_k=4, max_tokens=12, include_stop=True
+    )
+    assert wants
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.5},
+        {"n": 2},
+        {"prompt_logprobs": 5},
+        {"logprobs": 5},
+        {"guided_json": {}},
+        {"min_tokens": 3},
+        {"temprature": 0.5},
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_refused_by_name(given: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedFeature, match=next(iter(given))):
+        to_sampling(VERL | given, 3, BUDGET)
+
+
+def test_the_callers_dictionary_is_not_changed() -> None:
+    given = dict(VERL, max_tokens=3)
+    to_sampling(given, 3, BUDGET)
+    assert given == dict(VERL, max_tokens=3)
+
+
+def test_options_name_what_they_refuse() -> None:
+    assert read_options(None).handshake == "strict" and read_options({"vllm": {"x": 1}}).router
+    assert read_options({"zerodrift": {"addresses": ["a:1"], "run_seed": 3}}).addresses == ("a:1",)
+    with pytest.raises(ConfigError, match=r"engine_kwargs\.zerodrift\.adresses.*addresses"):
+        read_options({"zerodrift": {"adresses": []}})
+    with pytest.raises(ConfigError, match="handshake"):
+        read_options({"zerodrift": {"handshake": "maybe"}})
+
+
+def test_settings_of_a_hosted_service() -> None:
+    settings = hosted_settings(
+        {"engine": {"page_size": 16, "kv_cache_tokens": 1024}},
+        model_path="/m",
+        dtype="float32",
+        context_length=64,
+        max_running=8,
+    )
+    assert (settings.model.path, settings.model.dtype, settings.engine.page_size) == ("/m", "float32", 16)
+    assert settings.engine.max_running == 8 and settings.server.port == 0
+    with pytest.raises(ConfigError, match=r"engine\.page"):
+        hosted_settings({"engine": {"page": 1}}, model_path="/m", dtype="float32", context_length=None, max_running=8)

@@ -1,0 +1,101 @@
+"""What the external library replaces in verl's FSDP engine, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from verl.utils.torch_functional import logprobs_from_logits as verls_logprobs
+from verl.workers.engine.fsdp import transformer_impl
+
+from rollout.errors import ParityError, UnsupportedFeature
+from rollout.logprobs import policy_logprobs
+from trainer_bridge.verl.step_zero import check_first_batch
+
+VERLS_SCALE = transformer_impl._scale_logits_by_temperature
+align = importlib.import_module("trainer_bridge.verl.align")
+
+
+def logits(dtype: torch.dtype) -> torch.Tensor:
+    return (3 * torch.randn(40, 64, generator=torch.Generator().manual_seed(0))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("t", [0.7, 1.0])
+def test_scaled_logits_and_log_probs_are_the_rollouts(dtype: torch.dtype, t: float) -> None:
+    rows, ids, temperatures = logits(dtype), torch.arange(40), torch.full((40,), t)
+    scaled = transformer_impl._scale_logits_by_temperature(rows, temperatures[:, None], is_unit_temperature=t == 1.0)
+    found = transformer_impl.logprobs_from_logits(logits=scaled, labels=ids, inplace_backward=True)
+    assert torch.equal(found, policy_logprobs(rows, ids, temperatures, 64))
+
+
+def test_verls_own_steps_round_the_temperature() -> None:
+    rows, ids, temperatures = logits(torch.bfloat16), torch.arange(40), torch.full((40,), 0.7)
+    theirs = verls_logprobs(VERLS_SCALE(rows, temperatures[:, None], is_unit_temperature=False), ids)
+    ours = policy_logprobs(rows, ids, temperatures, 64)
+    assert (theirs.float() - ours).abs().max() > 1e-3
+    with pytest.raises(ParityError, match="temperature step was not replaced"):
+        transformer_impl.logprobs_from_logits(logits=rows, labels=ids)
+
+
+def test_applying_twice_changes_nothing() -> None:
+    before = transformer_impl.FSDPEngine.forward_backward_batch
+    align.apply()
+    assert transformer_impl.FSDPEngine.forward_backward_batch is before
+    assert transformer_impl.logprobs_from_logits is align.logprobs_from_logits is not verls_logprobs
+
+
+def engine(**changes: Any) -> Any:
+    model = {"use_fused_kernels": False, "use_liger": False, "lora_rank": 0}
+    config = {"ulysses_sequence_parallel_size": 1, "forward_only": False}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**model | {k: v for k, v in changes.items() if k in model}),
+        engine_config=SimpleNamespace(**config | {k: v for k, v in changes.items() if k in config}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"ulysses_sequence_parallel_size": 2}, "ulysses"),
+        ({"use_fused_kernels": True}, "use_fused_kernels"),
+        ({"use_liger": True}, "use_liger"),
+        ({"lora_rank": 8}, "lora_rank"),
+    ],
+)
+def test_what_is_not_aligned_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    align.check_engine(engine())
+    with pytest.raises(UnsupportedFeature, match=named):
+        align.check_engine(engine(**changes))
+
+
+def scored(off: float = 0.0) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two sequences of a prompt of 2: log-probs of all their tokens, and the rollout's of the last 2 and 1."""
+    values = torch.tensor([9.0, -1.0, -2.0, 9.0, 9.0, -3.0, 9.0])
+    nested = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 4, 7]))
+    data = {
+        "prompts": torch.zeros(2, 2, dtype=torch.int64),
+        "responses": torch.zeros(2, 2, dtype=torch.int64),
+        "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]),
+        "response_mask": torch.tensor([[1, 1], [1, 0]]),
+        "rollout_log_probs": torch.tensor([[-1.0, -2.0 + off], [-3.0, float("nan")]]),
+        "max_response_len": 2,
+    }
+    return data, {"model_output": {"log_probs": nested}}
+
+
+def test_f10_the_step_0_gate_of_an_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.workers.utils import padding
+
+    monkeypatch.setattr(padding.tu, "get_non_tensor_data", lambda data, key, default: data.get(key, default))
+    actor = engine()
+    with pytest.raises(ParityError, match="step-0 gate: UNEQUAL: 1 of 3 tokens"):
+        check_first_batch(actor, *scored(off=1e-6))
+    check_first_batch(actor, *scored())
+    check_first_batch(actor, *scored(off=1.0))  # later batches are another matter: weights have moved
+    check_first_batch(engine(forward_only=True), *scored(off=1.0))
+    monkeypatch.setenv("ZERODRIFT_STEP_ZERO", "audit")
+    check_first_batch(engine(), *scored(off=1.0))

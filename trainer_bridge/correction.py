@@ -1,0 +1,72 @@
+"""Correct for a rollout that is not exact: importance weights and rejection, with verl's semantics and numerics.
+
+Everything stays in log space, selects before it exponentiates, and is a constant for the backward pass: a masked
+token changes neither value nor gradient, whatever stands there. For an exact rollout all weights are 1 and nothing is
+rejected.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rollout.errors import InvalidRequest
+from trainer_bridge.correction_config import CorrectionConfig
+from trainer_bridge.importance import importance_weights
+from trainer_bridge.masked import selected
+from trainer_bridge.offpolicy import offpolicy_metrics
+from trainer_bridge.rejection import rejection_mask
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What to train with."""
+
+    weights: torch.Tensor | None
+    """float32 [B, R] to multiply each token's loss by, 0 at mask 0; None when not asked for"""
+    mask: torch.Tensor
+    """[B, R] the response mask without what was rejected"""
+    metrics: dict[str, float]
+    """verl's ``rollout_corr/*``"""
+
+
+def correct(
+    trainer: torch.Tensor,
+    rollout: torch.Tensor,
+    mask: torch.Tensor,
+    config: CorrectionConfig,
+    *,
+    drop_empty: bool = True,
+) -> Correction:
+    """Weights, mask and metrics of one padded batch.
+
+    Args:
+        trainer: float32 [B, R] nats, ``old_log_probs``. rollout: float32 [B, R] nats, ``rollout_log_probs``.
+        mask: [B, R], 1 where the model sampled.
+        drop_empty: leave rows without a token out of the diagnostics; False does as verl does.
+
+    Raises:
+        InvalidRequest: shapes that differ, or no token at all.
+    """
+    if not trainer.shape == rollout.shape == mask.shape:
+        raise InvalidRequest(
+            f"trainer {tuple(trainer.shape)}, rollout {tuple(rollout.shape)} and mask {tuple(mask.shape)} must have "
+            "one shape",
+            field="mask",
+        )
+    if not bool(mask.bool().any()):
+        raise InvalidRequest("no token has mask 1: there is nothing to correct; skip the batch", field="mask")
+    mask = mask.long() if mask.dtype == torch.bool else mask
+    log_ratio = selected(trainer.detach(), mask) - selected(rollout.detach(), mask)
+    metrics: dict[str, float] = {}
+    weights = None
+    if config.rollout_is is not None:
+        weights, figures = importance_weights(log_ratio, mask, config)
+        metrics |= figures
+    kept = mask.clone()
+    if config.rollout_rs is not None:
+        kept, figures = rejection_mask(log_ratio, mask, config)
+        metrics |= figures
+    metrics |= offpolicy_metrics(trainer.detach(), rollout.detach(), mask, drop_empty=drop_empty)
+    return Correction(weights, kept, {f"rollout_corr/{key}": value for key, value in metrics.items()})
