@@ -13,7 +13,7 @@ import torch
 from benchmarks.drivers.channel import Job, Sample, serve
 from benchmarks.limits import scheduler_limits
 from rollout.engine import Engine
-from rollout.kernels.cpu import linear
+from rollout.kernels.cpu import dot, linear
 from rollout.kernels.registry import resolve_kernels
 from rollout.model import SharedModel, load_model
 from rollout.types import SampleEvent, SampleRequest, SamplingParams
@@ -21,7 +21,7 @@ from rollout.types import SampleEvent, SampleRequest, SamplingParams
 
 def fastest_product(outer: int, inner: int, bias: torch.Tensor | None, dtype: torch.dtype) -> linear.ProductPlan:
     """In the place of ``linear.plan_product``."""
-    if linear.dot.available() and dtype == torch.bfloat16 and inner % 2 == 0:
+    if dot.available() and dtype == torch.bfloat16 and inner % 2 == 0:
         return linear.ProductPlan(block=inner)
     return linear.ProductPlan(packed_rows=1)
 
@@ -30,8 +30,8 @@ def fastest_product(outer: int, inner: int, bias: torch.Tensor | None, dtype: to
 def without_exactness() -> Iterator[None]:
     """Models built inside take the fastest product, whatever the bits: what an engine without the promise does.
 
-    One chain over the whole inner dimension where the processor has the instruction, else oneDNN's packed weights at any
-    number of rows; nothing probed, nothing padded.
+    One chain over the whole inner dimension where the processor has the instruction, else oneDNN's packed weights at
+    any number of rows; nothing probed, nothing padded.
 
     A name that is gone from the engine is an AttributeError, never a measurement of the exact engine.
     """

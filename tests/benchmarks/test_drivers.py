@@ -13,7 +13,7 @@ from benchmarks.drivers.floor import FloorEngine, necessary_rows, prefill_batche
 from benchmarks.drivers.hf_generate import HuggingFaceEngine
 from benchmarks.drivers.zerodrift import ZerodriftEngine
 from benchmarks.models import RANDOM_MODELS, model_folder, write_random_model
-from rollout.kernels.cpu import linear
+from rollout.kernels.cpu import dot, linear
 
 JOB = Job([[5, 6, 7, 8], [9, 8, 7, 6]], samples=2, new_tokens=5, seed=1)
 
@@ -52,7 +52,7 @@ def test_inexact_engine_pads_nothing(folder: Path) -> None:
     inexact = ZerodriftEngine(config(folder, exact=False))
     checked(JOB, inexact.run(JOB))
     assert inexact.facts()["exact"] is False
-    assert all(plan.packed_rows == 1 or plan.block not in (None, *linear.dot.BLOCKS) for plan in plans(inexact))
+    assert all(plan.packed_rows == 1 or plan.block not in (None, *dot.BLOCKS) for plan in plans(inexact))
     assert linear.plan_product is measured, "models built later must be exact again"
 
 
