@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed
 PROTO := proto/rollout/v1/rollout.proto
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto
 
-.PHONY: help setup model demo test test-slow lint fix proto schema bench
+.PHONY: help setup model demo test test-slow test-browser lint fix proto schema bench bench-dashboard scale
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (minutes the first time)"
 	@$(PIP) install $(TORCH_ARGS) '$(TORCH)'
-	@$(PIP) install --editable '.[dev,demo]'
+	@$(PIP) install --editable '.[dev,demo,dashboard]'
 	@touch $@
 
 setup: $(STAMP) ## make .venv with everything that the other targets need
@@ -38,10 +38,21 @@ demo: setup ## the whole path on this machine: rollout, trainer, comparison by b
 	@$(BIN)/zerodrift demo
 
 test: model ## every test not marked slow
-	@$(BIN)/python -m pytest -x -q -m 'not slow'
+	@$(BIN)/python -m pytest -x -q -m 'not slow and not browser'
 
 test-slow: model ## the tests marked slow (none so far)
 	@$(BIN)/python -m pytest -x -q -m slow || [ $$? -eq 5 ]
+
+# Debian's own package; playwright downloads no browser of its own.
+CHROMIUM := /usr/bin/chromium
+
+$(CHROMIUM):
+	@echo "installing chromium"
+	@sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); \
+	$$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends chromium fonts-noto-cjk
+
+test-browser: setup $(CHROMIUM) ## the dashboard in headless Chromium; screenshots in out/browser
+	@$(BIN)/python -m pytest -x -q -m browser
 
 lint: setup ## ruff, mypy, import order, buf, freshness of generated files
 	@$(BIN)/ruff check
@@ -65,3 +76,9 @@ schema: setup ## regenerate configs/schema.json
 
 bench: setup ## the benchmarks
 	@$(BIN)/python -m benchmarks
+
+bench-dashboard: setup $(CHROMIUM) ## 10 million token rows: first paint and every view, in Chromium
+	@$(BIN)/python -m benchmarks.dashboard
+
+scale: setup ## simulate 8 to 4,096 NPUs
+	@$(BIN)/python -m benchmarks.scale_sim

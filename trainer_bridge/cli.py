@@ -1,4 +1,4 @@
-"""Verbs of the trainer's side: ``demo``, ``generate``, ``compare``, and ``dashboard`` and ``runs`` by their own module."""
+"""Verbs of the trainer's side: ``demo``, ``generate``, ``compare``. ``dashboard`` and ``runs`` live apart."""
 
 from __future__ import annotations
 

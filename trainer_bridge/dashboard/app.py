@@ -60,7 +60,8 @@ class Api:
         """The run list."""
 
         def read() -> dict[str, Any]:
-            rows = [run_summary(self._store, name) | {"bytes": self._store.size_bytes(name)} for name in self._store.names()]
+            store = self._store
+            rows = [run_summary(store, name) | {"bytes": store.size_bytes(name)} for name in store.names()]
             return {"root": str(self._store.root), "runs": rows}
 
         return Json(await asyncio.to_thread(read))
@@ -170,7 +171,7 @@ def build_app(
         exception_handlers={RolloutError: _error},  # type: ignore[dict-item]
         lifespan=lifespan,
     )
-    app.state.store = store
+    app.state.store, app.state.watcher = store, watcher
     return app
 
 

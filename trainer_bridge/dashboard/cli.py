@@ -1,4 +1,4 @@
-"""Verbs of the record: ``dashboard`` and ``runs``. Both need the extra ``dashboard``; nothing is imported before it is used."""
+"""Verbs of the record: ``dashboard`` and ``runs``. Both need the extra ``dashboard``, imported when they run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def dashboard(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8420,
     token: Annotated[
-        str | None, typer.Option(envvar="ZERODRIFT_DASHBOARD_TOKEN", help="Beyond loopback one is made if none is given.")
+        str | None,
+        typer.Option(envvar="ZERODRIFT_DASHBOARD_TOKEN", help="Beyond loopback one is made if none is given."),
     ] = None,
 ) -> None:
     """Show recorded runs in a browser, live."""
@@ -45,7 +46,7 @@ def dashboard(
     from trainer_bridge.dashboard.explain import default_explainer
     from trainer_bridge.dashboard.serve import access_token, bind, page_address, serve
 
-    verbs = [c.name or c.callback.__name__ for c in app.registered_commands if c.name or c.callback]
+    verbs = [c.name or getattr(c.callback, "__name__", "") for c in app.registered_commands]
     wanted = access_token(host, token)
     listener = bind(host, port)
     typer.echo(f"dashboard of {folder} at {page_address(listener, wanted)}")
@@ -91,7 +92,7 @@ def runs(
 
 @contextlib.contextmanager
 def demo_dashboard(record: Path | None, show: bool) -> Iterator[Path | None]:
-    """Where the demo records, if anywhere. With ``show`` the dashboard is served meanwhile, and until Ctrl-C after it."""
+    """Where the demo records, if anywhere. With ``show``, serve the dashboard meanwhile and until Ctrl-C."""
     if record is None and not show:
         yield None
         return

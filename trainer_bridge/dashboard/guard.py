@@ -29,6 +29,7 @@ class Guard:
         self._app, self._token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a call on with the headers every answer carries, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
+from starlette.applications import Starlette
 
 from rollout.config import is_loopback
 from rollout.errors import ConfigError
 from trainer_bridge.dashboard.app import build_app
 from trainer_bridge.dashboard.explain import Explainer
+from trainer_bridge.dashboard.watch import Watcher
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +49,23 @@ def page_address(listener: socket.socket, token: str | None) -> str:
     return f"http://{shown}:{port}/" + (f"#token={token}" if token else "")
 
 
-def make_server(root: Path, *, token: str | None, explainer: Explainer | None = None) -> uvicorn.Server:
+class Server(uvicorn.Server):
+    """Ends the event streams before it waits for connections: they would never end by themselves."""
+
+    def __init__(self, app: Starlette) -> None:
+        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+        self._watcher: Watcher = app.state.watcher
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop serving."""
+        self._watcher.close()
+        await super().shutdown(sockets)
+
+
+def make_server(root: Path, *, token: str | None, explainer: Explainer | None = None) -> Server:
     """A server of the runs under ``root``."""
     app = build_app(root, token=token, explainer=explainer)
-    return uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+    return Server(app)
 
 
 def serve(root: Path, listener: socket.socket, *, token: str | None, explainer: Explainer | None = None) -> None:

@@ -23,6 +23,7 @@ class Watcher:
         self._listeners: set[asyncio.Queue[set[str] | None]] = set()
         self._task: asyncio.Task[None] | None = None
         self._sequence = 0
+        self._closed = False
 
     async def start(self) -> None:
         """Begin to scan; the first scan is left to the task, so that the page can be served at once."""
@@ -34,6 +35,11 @@ class Watcher:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        self.close()
+
+    def close(self) -> None:
+        """End every open stream, and those that come later."""
+        self._closed = True
         for listener in self._listeners:
             listener.put_nowait(None)
 
@@ -56,7 +62,7 @@ class Watcher:
         self._listeners.add(listener)
         try:
             yield self._event("hello", [])
-            while True:
+            while not self._closed:
                 try:
                     changed = await asyncio.wait_for(listener.get(), HEARTBEAT_S)
                 except TimeoutError:

@@ -13,7 +13,7 @@ from trainer_bridge.demo.records import StepRecord
 from trainer_bridge.demo.sabotage import Sabotage
 from trainer_bridge.records import ScoredSample
 from trainer_bridge.rollout_record import RolloutRecord
-from trainer_bridge.store.facts import RunHead, SampleFacts, StepFacts, filter_name
+from trainer_bridge.store.facts import RunHead, SampleFacts, StepFacts
 from trainer_bridge.store.pieces import pieces_with
 from trainer_bridge.store.recorder import Recorder, RecordOptions
 
@@ -37,7 +37,7 @@ class Recording:
     ) -> None:
         """Hand a step to both; ``findings`` are causes found in this step, on the aligned side."""
         facts = [
-            SampleFacts(filter_name(record.sampling), reward, record.manifest_digest)
+            SampleFacts(record.sampling, reward, record.manifest_digest)
             for record, reward in zip(records, rewards, strict=True)
         ]
         seconds = {"rollout": result.rollout_s, "train": result.train_s, "update": result.update_s}

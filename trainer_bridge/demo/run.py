@@ -242,9 +242,7 @@ class DemoRun:
 
 
 def _scored(records: list[RolloutRecord], scored: ScoredBatch) -> list[ScoredSample]:
-    return [
-        r.scored(lp, trainer_digests=d) for r, lp, d in zip(records, scored.logprobs, scored.digests, strict=True)
-    ]
+    return [r.scored(lp, trainer_digests=d) for r, lp, d in zip(records, scored.logprobs, scored.digests, strict=True)]
 
 
 def _texts(results: Sequence[GenerateResult]) -> list[str]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 
 def expansion(values: npt.NDArray[np.float64]) -> list[float]:
-    """Floats whose exact sum is the exact sum of float64 [N]; one float alone when the sum overflows or is not finite."""
+    """Floats whose exact sum is the exact sum of float64 [N]; one alone when the sum is not finite."""
     terms = values[values != 0.0].tolist()
     parts: list[float] = []
     try:

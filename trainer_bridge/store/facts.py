@@ -70,8 +70,8 @@ class StepFacts:
 class SampleFacts:
     """What is known of a sample besides its tokens."""
 
-    filter: str = ""
-    """Sampling filter in words, "" for none; see ``filter_name``."""
+    sampling: SamplingParams | None = None
+    """Effective parameters; None: unknown."""
     reward: float | None = None
     manifest_digest: str | None = None
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from rollout.types import Float32Array
 from trainer_bridge.metrics import Float64Array, k3_terms, probabilities
 from trainer_bridge.records import ScoredSample
-from trainer_bridge.store.facts import SampleFacts
+from trainer_bridge.store.facts import SampleFacts, filter_name
 from trainer_bridge.ulp import ulp_distance
 
 IntArray = npt.NDArray[np.int64]
@@ -82,7 +82,8 @@ def effective_sample_size(delta: Float64Array) -> float:
 def position_bucket(positions: IntArray) -> IntArray:
     """Lower edge of each position's bucket [N]."""
     width = np.left_shift(1, np.maximum(np.frexp(np.maximum(positions, 1).astype(np.float64))[1] - 5, 2))
-    return (positions // width) * width
+    edges: IntArray = (positions // width) * width
+    return edges
 
 
 def groups_of(
@@ -126,7 +127,10 @@ def _named(
         versions.append(at[sample.mask])
     found, codes = np.unique(_join(versions, np.int64), return_inverse=True)
     named = {"version": (codes, ["unknown" if v < 0 else str(v) for v in found.tolist()])}
-    by_sample = {"replica": [s.replica for s in samples], "filter": [f.filter for f in facts]}
+    by_sample: dict[str, list[str | None]] = {
+        "replica": [s.replica for s in samples],
+        "filter": [*(filter_name(f.sampling) for f in facts)],
+    }
     for dimension, names in by_sample.items():
         known = sorted({name or "unknown" for name in names})
         place = {name: i for i, name in enumerate(known)}

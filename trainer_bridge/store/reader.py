@@ -71,9 +71,7 @@ class RunState:
         newest: dict[str, int] = {}
         for part in mine:
             newest[part.row["writer"]] = max(newest.get(part.row["writer"], 0), part.row["session_ns"])
-        return sorted(
-            (p for p in mine if p.row["session_ns"] == newest[p.row["writer"]]), key=lambda p: p.row["part"]
-        )
+        return sorted((p for p in mine if p.row["session_ns"] == newest[p.row["writer"]]), key=lambda p: p.row["part"])
 
     @property
     def steps(self) -> list[int]:
@@ -151,14 +149,16 @@ class RunStore:
             state = self._run(run)
             if state.groups is None:
                 parts = [part for step in state.steps for part in state.live(step)]
-                tables = [p.groups.append_column("step", pa.repeat(pa.scalar(p.step), p.groups.num_rows)) for p in parts]
+                tables = [
+                    p.groups.append_column("step", pa.repeat(pa.scalar(p.step), p.groups.num_rows)) for p in parts
+                ]
                 empty = pa.schema([*GROUP, ("step", pa.int64())]).empty_table()
                 state.groups = pa.concat_tables([empty, *tables]).combine_chunks()
             return state.groups
 
     def samples(self, run: str, step: int) -> list[dict[str, Any]]:
         """Kept samples of a step without their ids and text, most unequal first. Errors: NotFound."""
-        hidden = {"prompt_ids", "prompt_text", "pieces", "spans"}
+        hidden = {"prompt_ids", "prompt_text", "pieces", "spans", "sampling"}
         columns = [name for name in _columns("samples") if name not in hidden]
         rows = [row for t in self._read(run, step, "samples", columns) for row in t.to_pylist()]
         return sorted(rows, key=lambda r: (-(r["max_abs"] or 0.0), r["request_id"], r["sample_index"]))
@@ -174,13 +174,16 @@ class RunStore:
                 field="request_id",
             )
         tokens = pa.concat_tables(list(self._read(run, step, "tokens", None, chosen))).sort_by("position")
-        return found[-1] | {"token_columns": tokens.drop_columns(["request_id", "sample_index"])}
+        sample: dict[str, Any] = found[-1]
+        return sample | {"token_columns": tokens.drop_columns(["request_id", "sample_index"])}
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
     def _run(self, run: str) -> RunState:
         if run not in self._runs:
-            raise NotFound(f"no run {run!r} under {self.root}; there are {', '.join(self._runs) or 'none'}", field="run")
+            raise NotFound(
+                f"no run {run!r} under {self.root}; there are {', '.join(self._runs) or 'none'}", field="run"
+            )
         return self._runs[run]
 
     def _read(

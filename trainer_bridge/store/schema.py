@@ -104,14 +104,16 @@ SAMPLES = pa.schema(
         ("temperature", pa.float64()),
         ("mode", pa.string()),
         ("filter", pa.string()),
+        ("sampling", pa.string()),
         ("finish", pa.string()),
         ("replica", pa.string()),
         ("manifest_digest", pa.string()),
         ("spans", pa.list_(pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())]))),
     ]
 )
-"""Kept: every sample with an unequal token, others by ``RecordOptions.keep_rate``. ``pieces`` is the text of each
-token; empty without a decoder. ``seed`` is decimal text: 64 bits are more than a JSON number holds. Sorted by request id and sample index."""
+"""Kept: every sample with an unequal token, others by ``RecordOptions.keep_rate``. Sorted by request and sample.
+``pieces`` is the text of each token, empty without a decoder; ``sampling`` the JSON of the effective parameters;
+``seed`` decimal text, since 64 bits are more than a JSON number holds."""
 
 TOKENS = pa.schema(
     [

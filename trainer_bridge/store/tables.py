@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from trainer_bridge.metrics import k3_terms, perplexity_terms, probabilities
 from trainer_bridge.records import Comparison, ScoredSample, version_at
 from trainer_bridge.report import to_json
 from trainer_bridge.store.exact import expansion
-from trainer_bridge.store.facts import SampleFacts, StepFacts
+from trainer_bridge.store.facts import SampleFacts, StepFacts, filter_name
 from trainer_bridge.store.partials import TokenColumns, columns_of, effective_sample_size, groups_of
 from trainer_bridge.store.schema import SAMPLES, SCHEMA_VERSION, STEPS, TOKENS, WORST
 from trainer_bridge.ulp import bits, ulp_distance
@@ -179,7 +179,8 @@ def _sample_row(sample: ScoredSample, facts: SampleFacts, decode: Decode | None)
         "seed": None if sample.seed is None else str(sample.seed),
         "temperature": sample.temperature,
         "mode": sample.mode.name,
-        "filter": facts.filter,
+        "filter": filter_name(facts.sampling),
+        "sampling": None if facts.sampling is None else json.dumps(asdict(facts.sampling)),
         "finish": None if sample.finish is None else sample.finish.value,
         "replica": sample.replica,
         "manifest_digest": facts.manifest_digest,
