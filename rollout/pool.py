@@ -35,6 +35,7 @@ from rollout.router import LiveSample, Router
 from rollout.sampling import draw_seed
 from rollout.types import (
     Completion,
+    EngineStats,
     GenerateRequest,
     LogprobMode,
     ReplicaLoad,
@@ -323,6 +324,11 @@ class Pool(Backend):
             limits={"max_n": server.max_n, "max_message_bytes": server.max_message_bytes},
             tensor_digests=digests,
         )
+
+    async def stats(self) -> dict[str, EngineStats]:
+        """Replica -> counts since its start; replicas that do not answer are left out."""
+        outcomes = await self._router.all_outcomes("stats")
+        return {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, EngineStats)}
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of the text, nothing added.

@@ -296,6 +296,18 @@ class ReplicaLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counts of one engine since it started."""
+
+    steps: int
+    """forward passes"""
+    rows: int
+    """token rows computed, prefill and decode"""
+    preemptions: int
+    """samples that gave their pages up and were prefilled again"""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     """Answer to GetServerInfo."""
 

@@ -20,6 +20,7 @@ from rollout.manifest import build_manifest
 from rollout.model import DTYPES, SharedModel, load_model
 from rollout.scheduler import SchedulerLimits
 from rollout.types import (
+    EngineStats,
     ReplicaLoad,
     SampleRequest,
     ScoreSequence,
@@ -109,6 +110,11 @@ class Worker:
             total_pages=engine.pages.num_pages,
             weights=self._thread.weights,
         )
+
+    async def stats(self) -> EngineStats:
+        """Counts since the start, without waiting for a step to end."""
+        engine = self._engine
+        return EngineStats(engine.num_steps, engine.num_rows, engine.scheduler.num_preemptions)
 
     async def tensor_digests(self) -> dict[str, str]:
         """Parameter name -> digest, hex; computed between steps."""

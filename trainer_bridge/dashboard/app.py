@@ -28,7 +28,6 @@ from trainer_bridge.dashboard.watch import Watcher
 from trainer_bridge.store.reader import RunStore
 
 STATIC = Path(__file__).parent / "static"
-WORST_SHOWN = 100
 _STATUS: tuple[tuple[type[RolloutError], int], ...] = (
     (NotFound, 404),
     (InvalidRequest, 400),
@@ -90,8 +89,8 @@ class Api:
     async def worst(self, request: Request) -> Response:
         """Unequal tokens of the largest |D|."""
         steps = _steps(request)
-        rows = await asyncio.to_thread(self._store.worst, _run(request), steps.first, steps.last)
-        return Json({"total": len(rows), "rows": [_finite(row) for row in rows[:WORST_SHOWN]]})
+        total, rows = await asyncio.to_thread(self._store.worst, _run(request), steps.first, steps.last)
+        return Json({"total": total, "rows": [_finite(row) for row in rows]})
 
     async def samples(self, request: Request) -> Response:
         """Kept samples of a step."""

@@ -12,7 +12,7 @@ import duckdb
 from trainer_bridge.store.partials import EQUAL_BIN, PROBABILITY_CELLS
 from trainer_bridge.store.reader import RunStore
 
-MAX_ROWS = 120
+MAX_ROWS = 80
 """Rows of a heat map; runs with more steps show several steps in one row."""
 GROUPED = ("length", "replica", "version", "filter")
 
@@ -98,7 +98,7 @@ class Queries:
         with self._lock:
             held = self._connections.get(run)
             if held is None or held[0] != revision:
-                connection = duckdb.connect(config={"threads": 2})
+                connection = duckdb.connect(config={"threads": 1})
                 connection.register("arrow_cells", self._store.groups(run))
                 connection.execute("CREATE TABLE cells AS SELECT * FROM arrow_cells")
                 connection.unregister("arrow_cells")

@@ -16,6 +16,9 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+ROW_GROUP = 8192
+"""Rows a group: tables are sorted by sample, so a reader of one sample skips all groups but one or two."""
+
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write beside ``path`` under a hidden name, flush to the disk, rename. Errors: OSError, and no file is left."""
@@ -35,7 +38,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 def write_table(path: Path, table: pa.Table) -> None:
     """One Parquet file, zstd. Errors: OSError."""
-    write_whole(path, lambda file: pq.write_table(table, file, compression="zstd", row_group_size=1 << 16))
+    write_whole(path, lambda file: pq.write_table(table, file, compression="zstd", row_group_size=ROW_GROUP))
 
 
 def write_text(path: Path, text: str) -> None:

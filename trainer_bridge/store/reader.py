@@ -41,7 +41,10 @@ class Part:
     path: Path
     step: int
     row: dict[str, Any]
+    """without ``groups`` and ``worst``"""
     groups: pa.Table
+    worst: pa.Array
+    """structs of ``schema.WORST``"""
 
     def table_path(self, table: str) -> Path:
         """Where the part's rows of another table lie; the file may be absent (nothing kept, or retention)."""
@@ -62,6 +65,8 @@ class RunState:
     """step -> merged figures; dropped when one of its parts changes"""
     groups: pa.Table | None = None
     """cells of all live parts with their step, built when first asked for"""
+    size: tuple[int, int] | None = None
+    """revision and bytes when they were counted last"""
     revision: int = 0
     """grows with every change"""
 
@@ -110,8 +115,12 @@ class RunStore:
             return self._run(run).head
 
     def size_bytes(self, run: str) -> int:
-        """Bytes on disk."""
-        return folder_bytes(run_folder(self.root, run))
+        """Bytes on disk, as of the last change."""
+        with self._lock:
+            state = self._run(run)
+            if state.size is None or state.size[0] != state.revision:
+                state.size = (state.revision, folder_bytes(run_folder(self.root, run)))
+            return state.size[1]
 
     def revision(self, run: str) -> int:
         """Grows with every change. Errors: NotFound."""
@@ -129,19 +138,26 @@ class RunStore:
                     state.figures[step] = step_figures(rows, lambda parts=parts: _unequal_values(parts))  # type: ignore[misc]
             return {step: state.figures[step] for step in state.steps}
 
-    def worst(self, run: str, first: int | None, last: int | None) -> list[dict[str, Any]]:
-        """Unequal tokens of the largest |D| in steps first..last, worst first."""
+    def worst(
+        self, run: str, first: int | None = None, last: int | None = None, *, limit: int = 100
+    ) -> tuple[int, list[dict[str, Any]]]:
+        """How many unequal tokens steps first..last list, and the ``limit`` of the largest |D|, worst first."""
         with self._lock:
             state = self._run(run)
-            rows = [
-                {"step": step, **row}
+            tables = [
+                pa.Table.from_struct_array(part.worst).append_column(
+                    "step", pa.repeat(pa.scalar(step), len(part.worst))
+                )
                 for step in state.steps
                 if (first is None or step >= first) and (last is None or step <= last)
                 for part in state.live(step)
-                for row in part.row["worst"] or []
+                if len(part.worst)
             ]
-        rows.sort(key=lambda r: (-r["abs_delta"], r["step"], r["request_id"], r["sample_index"], r["position"]))
-        return rows
+        if not tables:
+            return 0, []
+        found = pa.concat_tables(tables)
+        by_place = [(name, "ascending") for name in ("step", "request_id", "sample_index", "position")]
+        return found.num_rows, found.sort_by([("abs_delta", "descending"), *by_place]).slice(0, limit).to_pylist()
 
     def groups(self, run: str) -> pa.Table:
         """Cells of every step: ``schema.GROUP`` and ``step``. Errors: NotFound."""
@@ -262,13 +278,15 @@ def _scan(state: RunState) -> tuple[list[Path], list[Path]]:
 
 def _read_part(path: Path) -> Part | None:
     try:
-        table = pq.read_table(path, partitioning=None)
+        # Without the data set layer of read_table: there may be thousands of these.
+        table = pq.ParquetFile(path).read()
         groups = pa.Table.from_struct_array(table.column("groups").combine_chunks().flatten())
-        row = table.drop_columns(["groups"]).to_pylist()[0]
+        worst = table.column("worst").combine_chunks().flatten()
+        row = table.drop_columns(["groups", "worst"]).to_pylist()[0]
         if row["schema_version"] > SCHEMA_VERSION:
             log.warning("%s has schema %d, this version reads %d", path, row["schema_version"], SCHEMA_VERSION)
             return None
-        return Part(path, int(path.parent.name.removeprefix("step=")), row, groups)
+        return Part(path, int(path.parent.name.removeprefix("step=")), row, groups, worst)
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:
         log.warning("%s is not a readable part: %s", path, error)
         return None

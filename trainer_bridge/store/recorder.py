@@ -18,6 +18,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from rollout.errors import InvalidRequest
+from rollout.metrics import Meter, NoMeter
 from trainer_bridge.records import Comparison, ScoredSample
 from trainer_bridge.store.facts import RunHead, SampleFacts, StepFacts, writer_name
 from trainer_bridge.store.files import write_table, write_text
@@ -79,6 +80,7 @@ class Recorder:
         writer: str | None = None,
         decode: Decode | None = None,
         on_step: OnStep | None = None,
+        meter: Meter | None = None,
     ) -> None:
         """Start the thread.
 
@@ -89,6 +91,7 @@ class Recorder:
             writer: name that no other writer of the run has; None: rank 0 on this host.
             decode: ids -> text of each, for the dashboard; called on the recorder's thread.
             on_step: called on the recorder's thread after each step, written or not, such as a scalar sink.
+            meter: receives the bridge's metrics (``zerodrift_bridge_*``).
 
         Errors: InvalidRequest for a bad run name. Unwritable storage is no error here: see ``totals``.
         """
@@ -97,6 +100,7 @@ class Recorder:
         self._options = options or RecordOptions()
         self._name = (writer or writer_name(), time.time_ns())
         self._decode, self._on_step = decode, on_step
+        self._meter = meter or NoMeter()
         self._queue: queue.Queue[_Work | None] = queue.Queue()
         self._lock = threading.Lock()
         self._written = self._dropped = self._waiting = self._bytes = 0
@@ -159,6 +163,7 @@ class Recorder:
                 with self._lock:
                     self._written += 1
                     self._bytes += size
+            self._measure(work.step, work.comparison)
             if self._on_step is not None:
                 try:
                     self._on_step(work.step, work.comparison)
@@ -193,9 +198,25 @@ class Recorder:
             raise
         return sum(path.stat().st_size for path in written)
 
+    def _measure(self, step: StepFacts, comparison: Comparison) -> None:
+        run, put = self._head.run, self._meter.put
+        put("zerodrift_bridge_step", float(step.step), run=run)
+        self._meter.add("zerodrift_bridge_tokens", float(comparison.tokens), run=run)
+        self._meter.add("zerodrift_bridge_unequal_tokens", float(comparison.unequal_tokens), run=run)
+        if comparison.has_data:
+            put("zerodrift_bridge_logprob_abs_diff_max", comparison.max_abs, run=run)
+            put("zerodrift_bridge_probs_diff_max", comparison.probs_diff_max, run=run)
+            put("zerodrift_bridge_k3_kl", comparison.k3, run=run)
+        if step.weight_version is not None:
+            put("zerodrift_bridge_weight_version", float(step.weight_version), run=run)
+        totals = self.totals()
+        put("zerodrift_bridge_steps_recorded", float(totals.written), run=run)
+        put("zerodrift_bridge_steps_dropped", float(totals.dropped), run=run)
+
     def _drop(self, step: int, reason: str) -> None:
         with self._lock:
             self._dropped += 1
             self._last_error = reason
             dropped = self._dropped
+        self._meter.put("zerodrift_bridge_steps_dropped", float(dropped), run=self._head.run)
         log.warning("step %d is not recorded (%s); %d dropped so far, training goes on", step, reason, dropped)

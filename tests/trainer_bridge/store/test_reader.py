@@ -113,11 +113,12 @@ def test_groups_add_up_to_the_tokens_in_every_dimension(tmp_path: Path) -> None:
 
 def test_worst_tokens_are_the_worst_and_carry_their_context(tmp_path: Path) -> None:
     comparisons, _ = record_run(tmp_path, broken_from=2)
-    worst = read(tmp_path).worst("run", None, None)
+    total, worst = read(tmp_path).worst("run")
+    assert total == len(worst) == min(64, comparisons[2].unequal_tokens)
     assert worst[0]["abs_delta"] == comparisons[2].max_abs and worst[0]["step"] == 2
     assert [w["abs_delta"] for w in worst] == sorted((w["abs_delta"] for w in worst), reverse=True)
     assert all(w["text"].strip() for w in worst)
-    assert read(tmp_path).worst("run", 0, 1) == []
+    assert read(tmp_path).worst("run", 0, 1) == (0, [])
 
 
 def test_a_sample_comes_back_whole(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ const BY_STEP = ["overview", "distribution", "where", "tokens"];
 const main = document.getElementById("main");
 let drawing = 0;
 let page = null;
+// Whether `page` may be behind: only a change heard of, or a broken stream, makes it so.
+let stale = true;
 
 function verdict(state) {
   const first = page.first_unequal;
@@ -76,7 +78,9 @@ export async function draw({ keep = false } = {}) {
   if (!keep) document.body.dataset.ready = "false";
   let nodes;
   try {
-    const fresh = state.run === null ? null : await api.run(state.run);
+    const known = page?.run === state.run && !stale;
+    stale = document.getElementById("live").dataset.state !== "on";
+    const fresh = state.run === null ? null : known ? page : await api.run(state.run);
     if (mine !== drawing) return;
     page = fresh;
     if (page) document.title = `${page.bitwise_equal ? "=" : page.tokens ? "≠" : "·"} ${page.run} – zerodrift`;
@@ -87,6 +91,7 @@ export async function draw({ keep = false } = {}) {
     nodes = page ? frame(state, content) : content;
   } catch (error) {
     if (mine !== drawing) return;
+    stale = true;
     disposeAll();
     nodes = [failure(error)];
     if (!(error instanceof ApiError)) console.error(error);
@@ -123,6 +128,7 @@ function labels() {
 function live(state) {
   const node = document.getElementById("live");
   node.dataset.state = state;
+  stale = stale || state !== "on";
   node.replaceChildren(h("span", {}, t(state === "on" ? "live" : "reconnecting")));
 }
 
@@ -171,6 +177,7 @@ function onClick(event) {
 
 let waiting = null;
 function onChange(changed) {
+  stale = true;
   const state = readState();
   if (state.view === "sample" || (state.run !== null && changed.length && !changed.includes(state.run))) return;
   // A burst of steps draws once.
