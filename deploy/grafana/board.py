@@ -57,12 +57,15 @@ def board() -> dict[str, Any]:
     """The whole board."""
     unequal = f"sum({named('zerodrift_bridge_unequal_tokens_total')})"
     behind = f"max({named('zerodrift_weight_version')}) - min({named('zerodrift_weight_version')})"
+    rows, steps = (rate(f"zerodrift_engine_{what}_total", "replica") for what in ("rows", "steps"))
     panels = [
         panel("Unequal tokens", (0, 0, 6, 5), [(unequal, "")], kind="stat", **red_above(1)),
         panel("Tokens compared", (6, 0, 6, 5), [(f"sum({named('zerodrift_bridge_tokens_total')})", "")], kind="stat"),
         panel("Replicas in rotation", (12, 0, 6, 5), [(f"sum({named('zerodrift_replica_up')})", "")], kind="stat"),
         panel("Weight versions apart", (18, 0, 6, 5), [(behind, "")], kind="stat", **red_above(1)),
-        panel("Largest |D log p| of the last step", (0, 5, 8, 7), [(named("zerodrift_bridge_logprob_abs_diff_max"), "{{run}}")]),
+        panel("Largest |D log p| of the last step", (0, 5, 8, 7), [
+            (named("zerodrift_bridge_logprob_abs_diff_max"), "{{run}}"),
+        ]),
         panel("k3 KL", (8, 5, 8, 7), [(named("zerodrift_bridge_k3_kl"), "{{run}}")]),
         panel("Steps recorded and dropped", (16, 5, 8, 7), [
             (named("zerodrift_bridge_steps_recorded"), "{{run}} recorded"),
@@ -87,7 +90,7 @@ def board() -> dict[str, Any]:
         ]),
         panel("KV cache held", (8, 19, 8, 7), [(named("zerodrift_kv_cache_usage_ratio"), LABELS)], unit="percentunit"),
         panel("Rows a step", (16, 19, 8, 7), [
-            (f"{rate('zerodrift_engine_rows_total', 'replica')} / {rate('zerodrift_engine_steps_total', 'replica')}", LABELS),
+            (f"{rows} / {steps}", LABELS),
         ]),
         panel("Prefix cache hit share", (0, 26, 8, 7), [
             (f"{rate('zerodrift_prefix_cache_hit_tokens_total')} / {rate('zerodrift_prompt_tokens_total')}", "hit"),
@@ -97,7 +100,9 @@ def board() -> dict[str, Any]:
             (quantile(0.5, "zerodrift_weight_update_seconds"), "p50"),
             (quantile(0.99, "zerodrift_weight_update_seconds"), "p99"),
         ], unit="s"),
-        panel("Calls by outcome", (0, 33, 24, 7), [(rate("zerodrift_rpc_requests_total", "method, code"), "{{method}} {{code}}")]),
+        panel("Calls by outcome", (0, 33, 24, 7), [
+            (rate("zerodrift_rpc_requests_total", "method, code"), "{{method}} {{code}}"),
+        ]),
     ]  # fmt: skip
     for i, one in enumerate(panels):
         one["id"] = i + 1

@@ -72,7 +72,7 @@ export function trend(node, name, { steps, series, log = false, selected = null,
   const place = scale ? scale.place : (v) => (typeof v === "number" ? v : null);
   const y = scale
     ? { type: "value", min: scale.floor, max: scale.top, interval: Math.max(1, Math.ceil((scale.top - scale.floor) / 4)), axisLabel: { ...axisLook().axisLabel, formatter: scale.label } }
-    : { type: "value", scale: !floorZero, minInterval: integer ? 1 : 0, ...limits, axisLabel: { ...axisLook().axisLabel, formatter: (v) => figure(v) } };
+    : { type: "value", scale: !floorZero, minInterval: integer ? 1 : 0, ...limits, axisLabel: { ...axisLook().axisLabel, formatter: (v) => figure(v, 6) } };
   const allZero = log && !scale;
   if (allZero) Object.assign(y, { min: 0, max: 1, axisLabel: { ...axisLook().axisLabel, formatter: (v) => (v === 0 ? "0" : "") }, splitLine: { show: false } });
   return draw(node, name, {
