@@ -40,7 +40,6 @@ def browser() -> Iterator[Any]:
 def serving(root: Path, token: str | None = None) -> Iterator[str]:
     """A dashboard of ``root`` in this process; its address."""
     listener = bind("127.0.0.1", 0)
-    listener.listen()
     server = make_server(root, token=token)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

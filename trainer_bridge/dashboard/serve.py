@@ -29,6 +29,8 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        # From here on callers wait instead of being refused, until the server takes them.
+        listener.listen(128)
     except OSError as error:
         listener.close()
         raise ConfigError(f"{host}:{port} cannot be bound ({error.strerror}); choose another --port, or 0") from error

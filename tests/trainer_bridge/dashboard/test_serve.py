@@ -24,14 +24,12 @@ def test_the_address_carries_the_token_in_its_fragment() -> None:
         port = listener.getsockname()[1]
         assert page_address(listener, "abc") == f"http://127.0.0.1:{port}/#token=abc"
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be bound"):
-            listener.listen()
             bind("127.0.0.1", port)
 
 
 def test_it_serves_beside_other_work_and_stops(tmp_path: Path) -> None:
     record_run(tmp_path, steps=1)
     with bind("127.0.0.1", 0) as listener:
-        listener.listen()
         address = page_address(listener, None)
         with serving_beside(tmp_path, listener, token=None), urllib.request.urlopen(address, timeout=30) as answer:
             assert b"zerodrift" in answer.read()
