@@ -44,12 +44,14 @@ def serve(config: Config = None, overrides: Overrides = None) -> None:
     """Start Ray, the replicas and the gRPC server; stop with SIGTERM or Ctrl-C."""
     import asyncio
 
+    from rollout import tracing
     from rollout.config import load_settings
     from rollout.logs import configure
     from rollout.serving import Service, serve
 
     settings = load_settings(config, overrides or [])
     configure(settings.log.level, settings.log.as_json)
+    tracing.configure("zerodrift-server")
 
     def ready(service: Service) -> None:
         typer.echo(f"serving {settings.model.path} on {service.address} with {settings.worker.count} replicas")

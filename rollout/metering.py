@@ -1,4 +1,4 @@
-"""Count and time every call of the gRPC server."""
+"""Count, time and trace every call of the gRPC server."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import grpc
 from rollout.errors import RolloutError
 from rollout.interceptors import Context, GuardInterceptor
 from rollout.metrics import Meter
+from rollout.tracing import call_span
 
 
 class MeteringInterceptor(GuardInterceptor):
@@ -27,7 +28,8 @@ class MeteringInterceptor(GuardInterceptor):
         start = time.monotonic()
         code = "INTERNAL"
         try:
-            yield
+            async with call_span(details):
+                yield
             code = "OK"
         except RolloutError as error:
             code = error.code

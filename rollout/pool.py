@@ -33,6 +33,7 @@ from rollout.manifest import manifest_digest
 from rollout.replica import Replica
 from rollout.router import LiveSample, Router
 from rollout.sampling import draw_seed
+from rollout.tracing import traceparent
 from rollout.types import (
     Completion,
     EngineStats,
@@ -181,7 +182,9 @@ class Pool(Backend):
             ),
         )
         return [
-            dataclasses.replace(first, sample_id=f"{request.request_id}/{unique}/{i}", sample_index=i)
+            dataclasses.replace(
+                first, sample_id=f"{request.request_id}/{unique}/{i}", sample_index=i, trace=traceparent()
+            )
             for i in range(request.sample_index, request.sample_index + request.n)
         ]
 

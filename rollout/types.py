@@ -125,6 +125,8 @@ class SampleRequest:
     """Validated, with ``seed`` and ``max_tokens`` set; ``seed`` is the request's, before mixing."""
     sample_index: int = 0
     row_digests: bool = False
+    trace: str = ""
+    """W3C traceparent of the call that asked; nothing sampled depends on it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,16 +89,11 @@ def probabilities(logprobs: Float32Array) -> Float64Array:
         return np.exp(logprobs.astype(np.float64))
 
 
-def perplexity_terms(rows: Sequence[Float32Array]) -> Float64Array:
-    """exp(-mean log-prob) of each non-empty row; an empty row enters nowhere."""
+def perplexity(rows: Sequence[Float32Array]) -> float:
+    """Mean over non-empty rows of exp(-mean log-prob); an empty row enters nowhere. NaN without rows."""
     means = np.array([exact_mean(row.astype(np.float64)) for row in rows if row.size], dtype=np.float64)
     with np.errstate(over="ignore"):
-        return np.exp(-means)
-
-
-def perplexity(rows: Sequence[Float32Array]) -> float:
-    """Mean over non-empty rows of exp(-mean log-prob). NaN without rows."""
-    return exact_mean(perplexity_terms(rows))
+        return exact_mean(np.exp(-means))
 
 
 def verl_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from trainer_bridge.metrics import k3_terms, perplexity_terms, probabilities
+from rollout.types import Float32Array
+from trainer_bridge.metrics import Float64Array, exact_mean, k3_terms, probabilities
 from trainer_bridge.records import Comparison, ScoredSample, version_at
 from trainer_bridge.report import to_json
 from trainer_bridge.store.exact import expansion
@@ -123,11 +124,18 @@ def _exact_sums(columns: TokenColumns, samples: Sequence[ScoredSample]) -> dict[
         "pq": p * q,
         "weight": weights,
         "weight_squared": weights * weights,
-        "rollout_ppl": perplexity_terms([s.rollout_logprobs[s.mask] for s in entering]),
-        "trainer_ppl": perplexity_terms([s.trainer_logprobs[s.mask] for s in entering]),
+        "rollout_ppl": _perplexities([s.rollout_logprobs[s.mask] for s in entering]),
+        "trainer_ppl": _perplexities([s.trainer_logprobs[s.mask] for s in entering]),
         "log_kept_mass": np.concatenate(masses) if masses else np.empty(0),
     }
     return {name: expansion(values) for name, values in sums.items()}
+
+
+def _perplexities(rows: Sequence[Float32Array]) -> Float64Array:
+    """exp(-mean log-prob) of each row, none of them empty: what ``metrics.perplexity`` averages."""
+    means = np.array([exact_mean(row.astype(np.float64)) for row in rows], dtype=np.float64)
+    with np.errstate(over="ignore"):
+        return np.exp(-means)
 
 
 def _tokens(sample: ScoredSample) -> pa.Table:

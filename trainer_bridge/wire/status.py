@@ -23,6 +23,7 @@ from rollout.errors import (
     UnsupportedFeature,
     WeightUpdateError,
 )
+from rollout.tracing import KEY, traceparent
 
 _BY_CODE: dict[grpc.StatusCode, type[RolloutError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
@@ -90,5 +91,7 @@ def _by_reason() -> dict[str, type[RolloutError]]:
 
 
 def call_metadata(request_id: str) -> tuple[tuple[str, str], ...]:
-    """Metadata that makes the server's log name the call by the request's id, where a header can hold it."""
-    return (("x-request-id", request_id),) if _METADATA_VALUE.fullmatch(request_id) else ()
+    """Metadata of a call: the request's id, for the server's log, where a header can hold it; the trace, if there is one."""
+    named = (("x-request-id", request_id),) if _METADATA_VALUE.fullmatch(request_id) else ()
+    traced = traceparent()
+    return (*named, (KEY, traced)) if traced else named
