@@ -181,10 +181,9 @@ class Pool(Backend):
                 request.row_digests,
             ),
         )
+        traced = dataclasses.replace(first, trace=traceparent())
         return [
-            dataclasses.replace(
-                first, sample_id=f"{request.request_id}/{unique}/{i}", sample_index=i, trace=traceparent()
-            )
+            dataclasses.replace(traced, sample_id=f"{request.request_id}/{unique}/{i}", sample_index=i)
             for i in range(request.sample_index, request.sample_index + request.n)
         ]
 
