@@ -91,7 +91,7 @@ def _by_reason() -> dict[str, type[RolloutError]]:
 
 
 def call_metadata(request_id: str) -> tuple[tuple[str, str], ...]:
-    """Metadata of a call: the request's id, for the server's log, where a header can hold it; the trace, if there is one."""
+    """Metadata of a call: the request's id, for the server's log, where a header can hold it; the trace, if any."""
     named = (("x-request-id", request_id),) if _METADATA_VALUE.fullmatch(request_id) else ()
     traced = traceparent()
     return (*named, (KEY, traced)) if traced else named
