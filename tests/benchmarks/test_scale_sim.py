@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
 from benchmarks.scale_sim import OURS, POLICIES, Cluster, Parameters, broadcast_s, servers_needed
 
+ROOT = Path(__file__).parents[2]
 SMALL = Parameters(prompts_per_replica=4, group=4, length_median=100.0, length_limit=400, restart_s=1.0)
 
 
@@ -54,3 +57,19 @@ def test_servers_follow_messages() -> None:
     assert servers_needed(0.0, SMALL, 1) == 1
     assert servers_needed(SMALL.relay_chunks_s * 10, SMALL, 1) == 10
     assert servers_needed(SMALL.relay_chunks_s * 10, SMALL, 16) == 1
+
+
+def test_the_page_shows_what_the_simulation_says() -> None:
+    result = json.loads((ROOT / "benchmarks/scale.json").read_text())
+    page = (ROOT / "docs/scale.md").read_text(encoding="utf-8")
+    assert Parameters(**result["parameters"]) == Parameters(), "make scale, then the page"
+    for r in result["steps"]:
+        rate = r["tokens_s"] / r["npus"]
+        figures = f"{r['makespan_s']:.0f} | {r['most_s']:.0f} | {rate:.0f} | {r['busy']:.0%} | {r['hits']:.0%} |"
+        assert f"| {r['npus']:,} | {r['policy']} | {figures}" in page
+    for r in result["spread"]:
+        servers = " | ".join(str(n) for n in r["servers"].values())
+        assert f"| {r['npus']:,} | {r['star_s']:.1f} | {r['tree_s']:.1f} | {servers} |" in page
+    small = next(r for r in result["steps"] if r["npus"] == 8 and r["policy"] == OURS)
+    again = dataclasses.asdict(Cluster(8, OURS, Parameters(), result["seed"]).run())
+    assert {name: small[name] for name in again} == again, "the committed figures are those of this code"
