@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.trainer_bridge.store.runs import record_run
+from trainer_bridge.dashboard.explain import Explainer
 from trainer_bridge.dashboard.serve import bind, make_server, page_address
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -37,10 +38,10 @@ def browser() -> Iterator[Any]:
 
 
 @contextmanager
-def serving(root: Path, token: str | None = None) -> Iterator[str]:
+def serving(root: Path, token: str | None = None, explainer: Explainer | None = None) -> Iterator[str]:
     """A dashboard of ``root`` in this process; its address."""
     listener = bind("127.0.0.1", 0)
-    server = make_server(root, token=token)
+    server = make_server(root, token=token, explainer=explainer)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
@@ -54,7 +55,7 @@ def serving(root: Path, token: str | None = None) -> Iterator[str]:
 def serve() -> Iterator[Callable[..., str]]:
     """Serves a folder until the test and its pages are done."""
     with ExitStack() as stack:
-        yield lambda root, token=None: stack.enter_context(serving(root, token))
+        yield lambda *options, **named: stack.enter_context(serving(*options, **named))
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from tests.browser.conftest import Open, ready, shot, until
 from tests.trainer_bridge.store.runs import CAUSE, record_run
+from trainer_bridge.dashboard.explain import Explainer
 from trainer_bridge.store.reader import RunStore
 
 VIEWS = ("overview", "distribution", "where", "tokens", "compare", "manifest")
@@ -209,3 +211,17 @@ def test_the_token_opens_the_page_and_leaves_the_address(
     assert page.locator("tbody tr").count() == 1 and "secret" not in page.url
     refused = open_page(url.split("#")[0], expect_status=401)
     assert "needs its token" in refused.locator("#failure").inner_text()
+
+
+def test_explain_runs_from_the_page(open_page: Open, serve: Callable[..., str], tmp_path: Path) -> None:
+    record_run(tmp_path, steps=1, broken_from=0)
+    answer = {"verdict": "layer 3 mlp.down_proj: weights differ", "evidence": [
+        {"stage": "weights", "question": "same tensors?", "answer": "1 of 272 differs", "clean": False},
+    ]}  # fmt: skip
+    program = f"import sys; open(sys.argv[1], 'w').write({json.dumps(answer)!r})"
+    url = serve(tmp_path, explainer=Explainer((sys.executable, "-c", program, "{out}")))
+    page = open_page(f"{url}?run=run&view=sample&step=0&request=step0/p0&index=0")
+    page.click("#explain")
+    page.wait_for_selector("#explanation table")
+    shown = page.locator("#explanation").inner_text()
+    assert "layer 3 mlp.down_proj: weights differ" in shown and "1 of 272 differs" in shown

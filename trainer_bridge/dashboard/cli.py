@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rollout.cli import JsonFile, write_json
+from rollout.cli import Config, JsonFile, Overrides, write_json
 from rollout.errors import ConfigError
 
 DEFAULT_RUNS = Path("runs")
@@ -39,8 +39,10 @@ def dashboard(
         str | None,
         typer.Option(envvar="ZERODRIFT_DASHBOARD_TOKEN", help="Beyond loopback one is made if none is given."),
     ] = None,
+    config: Config = None,
+    overrides: Overrides = None,
 ) -> None:
-    """Show recorded runs in a browser, live."""
+    """Show recorded runs in a browser, live. Settings are those that ``explain``, run from the page, is to use."""
     require_extra()
     from rollout.cli import app
     from trainer_bridge.dashboard.explain import default_explainer
@@ -48,9 +50,10 @@ def dashboard(
 
     verbs = [c.name or getattr(c.callback, "__name__", "") for c in app.registered_commands]
     wanted = access_token(host, token)
+    given = ["--config", str(config)] if config is not None else []
     listener = bind(host, port)
     typer.echo(f"dashboard of {folder} at {page_address(listener, wanted)}")
-    serve(folder, listener, token=wanted, explainer=default_explainer(verbs))
+    serve(folder, listener, token=wanted, explainer=default_explainer(verbs, [*given, *(overrides or [])]))
 
 
 def runs(

@@ -55,11 +55,11 @@ class Explainer:
             return {"explanation": json.loads(out.read_text(encoding="utf-8")), "log": text[-4000:]}
 
 
-def default_explainer(verbs: Sequence[str], overrides: Sequence[str] = ()) -> Explainer | None:
-    """The command of this installation, if it has the verb ``explain``."""
+def default_explainer(verbs: Sequence[str], further: Sequence[str] = ()) -> Explainer | None:
+    """The command of this installation, if it has the verb ``explain``; ``further`` are options and overrides."""
     if "explain" not in verbs:
         return None
-    return Explainer((sys.executable, "-m", "rollout", "explain", "{rollouts}", "--json", "{out}", *overrides))
+    return Explainer((sys.executable, "-m", "rollout", "explain", "{rollouts}", "--json", "{out}", *further))
 
 
 def require(explainer: Explainer | None) -> Explainer:

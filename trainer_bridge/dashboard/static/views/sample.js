@@ -50,6 +50,21 @@ function ribbon(sample, all, show) {
   return h("div", { class: "ribbon", id: "ribbon" }, h("span", { class: "prompt" }, sample.prompt_text || t("prompt_ids", { count: whole(sample.prompt_ids.length) })), buttons);
 }
 
+// The verdict in its own words and how it was reached, where the explanation has them; else all of it.
+function explained(explanation) {
+  const sentence = explanation.verdict;
+  const rows = Array.isArray(explanation.evidence) ? explanation.evidence.filter((row) => row.question) : [];
+  const columns = [
+    { label: t("question"), cell: (r) => r.question },
+    { label: t("answer"), class: "wrap", cell: (r) => h("span", { class: r.clean === false ? "bad" : "muted" }, String(r.answer)) },
+  ];
+  return [
+    sentence ? h("p", { class: "cause" }, h("b", {}, `${t("cause")}: `), sentence) : null,
+    rows.length ? table(columns, rows, { cards: true }) : null,
+    h("details", { open: !sentence && !rows.length }, h("summary", { class: "note" }, "JSON"), h("pre", { class: "out" }, JSON.stringify(explanation, null, 1))),
+  ].filter(Boolean);
+}
+
 function commands(state, explainable) {
   const file = "sample.jsonl";
   const lines = [
@@ -64,7 +79,7 @@ function commands(state, explainable) {
     out.replaceChildren(h("p", { class: "note" }, t("explaining")));
     try {
       const { explanation } = await api.explain(state.run, state.step, state.request, state.index);
-      out.replaceChildren(h("pre", { class: "out" }, JSON.stringify(explanation, null, 1)));
+      out.replaceChildren(...explained(explanation));
     } catch (error) {
       out.replaceChildren(h("p", { class: "bad note" }, error.message || t("offline")));
     }
