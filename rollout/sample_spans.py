@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rollout.engine import Event, FailureEvent
-from rollout.tracing import start
+from rollout.tracing import Attributes, start
 from rollout.types import SampleEvent, SampleRequest
 
 
@@ -21,8 +21,10 @@ class SampleSpans:
         """Open a span for each sample that came with a trace."""
         for request in requests:
             if request.trace:
-                name = {"zerodrift.worker": self._worker, "zerodrift.sample_index": request.sample_index}
-                self._live[request.sample_id] = start("zerodrift/sample", request.trace, **name)
+                self._live[request.sample_id] = start("zerodrift/sample", request.trace, self._attributes(request))
+
+    def _attributes(self, request: SampleRequest) -> Attributes:
+        return {"zerodrift.worker": self._worker, "zerodrift.sample_index": request.sample_index}
 
     def see(self, events: Iterable[Event]) -> None:
         """Close the spans of samples that ended."""

@@ -7,7 +7,7 @@ up an exporter at entry points where the environment names one; libraries never 
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from rollout.errors import ConfigError
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 KEY = "traceparent"
+Attributes = Mapping[str, str | int]
 
 
 def configure(service: str) -> bool:
@@ -48,16 +49,16 @@ def traceparent() -> str:
     return carrier.get(KEY, "")
 
 
-def start(name: str, parent: str, **attributes: str | int) -> Any:
+def start(name: str, parent: str, attributes: Attributes | None = None) -> Any:
     """A span below ``parent`` (a ``traceparent``, or "" for a root) that the caller ends."""
     context = propagate.extract({KEY: parent}) if parent else None
     return trace.get_tracer("zerodrift").start_span(name, context=context, attributes=attributes)
 
 
 @contextmanager
-def span(name: str, parent: str = "", **attributes: str | int) -> Iterator[Any]:
+def span(name: str, parent: str = "") -> Iterator[Any]:
     """A current span for the length of the body; its errors are recorded on it."""
-    started = start(name, parent, **attributes)
+    started = start(name, parent)
     with trace.use_span(started, end_on_exit=True):
         yield started
 
