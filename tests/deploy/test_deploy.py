@@ -6,6 +6,7 @@ No CRD schema of KubeRay or the Prometheus operator is on PyPI or in Debian, so 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -174,3 +175,10 @@ def test_promtool_agrees() -> None:
     for words in ("check rules rules.yml", "test rules rules_test.yml", "check config prometheus.yml"):
         done = subprocess.run([promtool, *words.split()], cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_two_node_script_is_sound() -> None:
+    script = DEPLOY / "ray/two_nodes.sh"
+    assert os.access(script, os.X_OK)
+    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
