@@ -66,3 +66,20 @@ def test_the_demo_records_where_it_is_told(tmp_path: Path) -> None:
         assert folder is None
     with demo_dashboard(tmp_path, False) as folder:
         assert folder == tmp_path
+
+
+def test_the_demo_keeps_the_page_up_until_ctrl_c(tmp_path: Path) -> None:
+    program = (
+        "from pathlib import Path\n"
+        "from trainer_bridge.dashboard.cli import demo_dashboard\n"
+        f"with demo_dashboard(Path({str(tmp_path)!r}), True) as folder:\n    print('running', flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(3)]
+        address = re.search(r"http://\S+", lines[0])
+        assert address is not None and lines[1] == "running\n" and "Ctrl-C" in lines[2]
+        with urllib.request.urlopen(address[0] + "api/runs", timeout=60) as answer:
+            assert json.load(answer)["runs"] == []
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
