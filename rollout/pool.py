@@ -134,7 +134,7 @@ class Pool(Backend):
             InvalidRequest: n, sample_index, prompt or sampling out of range.
             ReplicaUnavailable: no replica could finish.
         """
-        samples = await self._samples(request)
+        samples = [dataclasses.replace(s, trace=traceparent()) for s in await self._samples(request)]
         ids = [s.sample_id for s in samples]
         self._requests[request.request_id] = ids
         queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -181,9 +181,8 @@ class Pool(Backend):
                 request.row_digests,
             ),
         )
-        traced = dataclasses.replace(first, trace=traceparent())
         return [
-            dataclasses.replace(traced, sample_id=f"{request.request_id}/{unique}/{i}", sample_index=i)
+            dataclasses.replace(first, sample_id=f"{request.request_id}/{unique}/{i}", sample_index=i)
             for i in range(request.sample_index, request.sample_index + request.n)
         ]
 

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from rollout import tracing
 from rollout.config import Settings
 from rollout.errors import ReplicaUnavailable, RolloutError
-from rollout.tracing import configure
 from rollout.worker import Worker, WorkerInfo
 
 
@@ -89,7 +89,7 @@ class ActorWorker(Worker):
 
     def __init__(self, settings: Settings, path: str, name: str) -> None:
         self._refusal: RolloutError | None = None
-        configure(f"zerodrift-{name}")
+        tracing.configure(f"zerodrift-{name}")
         try:
             super().__init__(settings, path, name)
         except RolloutError as error:
