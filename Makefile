@@ -20,7 +20,7 @@ VERL_VENV := .venv-verl
 VERL_BIN := $(VERL_VENV)/bin
 VERL_PIP := $(VERL_BIN)/python -m pip --disable-pip-version-check -qq --no-input
 
-.PHONY: help setup model demo test test-slow soak lint fix proto schema bench bench-full bench-peers bench-publish test-verl example-verl
+.PHONY: help setup model demo test test-slow soak lint fix proto schema bench bench-full bench-peers bench-publish test-verl example-verl test-browser bench-dashboard scale
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (minutes the first time)"
 	@$(PIP) install $(TORCH_ARGS) '$(TORCH)'
-	@$(PIP) install --editable '.[dev,demo,bench]'
+	@$(PIP) install --editable '.[dev,demo,bench,dashboard]'
 	@touch $@
 
 setup: $(STAMP) ## make .venv with everything that the other targets need
@@ -42,7 +42,7 @@ demo: setup ## the whole path on this machine: rollout, trainer, comparison by b
 	@$(BIN)/zerodrift demo
 
 test: model ## every test not marked slow
-	@$(BIN)/python -m pytest -x -q -m 'not slow'
+	@$(BIN)/python -m pytest -x -q -m 'not slow and not browser'
 
 test-slow: model ## the tests marked slow (none so far)
 	@$(BIN)/python -m pytest -x -q -m slow || [ $$? -eq 5 ]
@@ -62,6 +62,17 @@ test-verl: $(VERL_VENV)/.installed ## the tests against veRL itself, on the CPU,
 
 example-verl: $(VERL_VENV)/.installed ## three GRPO steps by veRL's own trainer on the CPU, every log-prob compared
 	@$(VERL_BIN)/python -m examples.verl_grpo_cpu
+
+# Debian's own package; playwright downloads no browser of its own.
+CHROMIUM := /usr/bin/chromium
+
+$(CHROMIUM):
+	@echo "installing chromium"
+	@sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); \
+	$$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends chromium fonts-noto-cjk
+
+test-browser: setup $(CHROMIUM) ## the dashboard in headless Chromium; screenshots in out/browser
+	@$(BIN)/python -m pytest -x -q -m browser
 
 lint: setup ## ruff, mypy, import order, buf, freshness of generated files
 	@$(BIN)/ruff check
@@ -99,3 +110,9 @@ bench-peers: ## environments of vLLM and SGLang for the benchmarks, in .peers/ (
 
 bench-publish: setup ## take the results in out/bench into the repository, the README and docs/performance.md
 	@$(BIN)/python -m benchmarks.publish out/bench
+
+bench-dashboard: setup $(CHROMIUM) ## 10 million token rows: first paint and every view, in Chromium
+	@$(BIN)/python -m benchmarks.dashboard
+
+scale: setup ## simulate 8 to 4,096 NPUs
+	@$(BIN)/python -m benchmarks.scale_sim

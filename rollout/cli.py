@@ -45,12 +45,14 @@ def serve(config: Config = None, overrides: Overrides = None) -> None:
     """Start Ray, the replicas and the gRPC server; stop with SIGTERM or Ctrl-C."""
     import asyncio
 
+    from rollout import tracing
     from rollout.config import load_settings
     from rollout.logs import configure
     from rollout.serving import Service, serve
 
     settings = load_settings(config, overrides or [])
     configure(settings.log.level, settings.log.as_json)
+    tracing.configure("zerodrift-server")
 
     def ready(service: Service) -> None:
         typer.echo(f"serving {settings.model.path} on {service.address} with {settings.worker.count} replicas")
@@ -67,16 +69,20 @@ def submit(
     working_dir: Annotated[
         Path | None, typer.Option(help="Folder to upload when zerodrift is not installed on the cluster.")
     ] = None,
+    env: Annotated[list[str] | None, typer.Option(help="KEY=VALUE in the job's environment; may be repeated.")] = None,
     verb: Annotated[list[str] | None, typer.Argument(help="Verb and options to run there; default: demo.")] = None,
 ) -> None:
     """Run a verb (default: the demo) as a Ray job; stream its log and return its exit code."""
     from rollout import launch
 
+    if unclear := [item for item in env or [] if "=" not in item]:
+        raise InvalidRequest(f"--env {unclear[0]!r} has no '='; write KEY=VALUE", field="env")
     code = launch.submit(
         config,
         address,
         entrypoint_args=tuple(verb or ["demo"]),
         replicas=replicas,
+        env=dict(item.split("=", 1) for item in env or []),
         python=python,
         working_dir=working_dir,
     )

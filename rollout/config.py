@@ -125,6 +125,16 @@ class RaySettings(_Section):
     namespace: str = Field("zerodrift", min_length=1, description="Ray namespace of the actors.")
 
 
+class MetricsSettings(_Section):
+    """Where metrics go."""
+
+    exporter: Literal["auto", "ray", "prometheus", "off"] = Field(
+        "auto", description="auto: Ray's exporter in a Ray job, else Prometheus if a port is set."
+    )
+    host: str = Field("127.0.0.1", min_length=1, description="Address of the Prometheus port.")
+    port: int | None = Field(None, ge=0, le=65535, description="Prometheus port; 0: any free one; null: none.")
+
+
 class LogSettings(_Section):
     """Logging of the entry points."""
 
@@ -142,6 +152,7 @@ class Settings(_Section):
     worker: WorkerSettings = WorkerSettings()
     server: ServerSettings = ServerSettings()
     ray: RaySettings = RaySettings()
+    metrics: MetricsSettings = MetricsSettings()
     log: LogSettings = LogSettings()
 
 

@@ -111,6 +111,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._sampler = TokenSampler(spec.vocab_size)
         self._live: dict[str, Sequence] = {}
+        self.num_steps = self.num_rows = 0
         self._undefined = self._undefined_ids()
 
     # ---- requests -----------------------------------------------------------------------------------------------
@@ -254,6 +255,8 @@ class Engine:
         if not scheduled:
             return []
         batch = build_batch(scheduled, self.scheduler.limits.page_size)
+        self.num_steps += 1
+        self.num_rows += len(batch.input_ids)
         hidden = self._hidden_states(batch)
         for rows in scheduled:
             rows.sequence.num_computed += rows.count

@@ -33,8 +33,10 @@ from rollout.manifest import manifest_digest
 from rollout.replica import Replica
 from rollout.router import LiveSample, Router
 from rollout.sampling import draw_seed
+from rollout.tracing import traceparent
 from rollout.types import (
     Completion,
+    EngineStats,
     GenerateRequest,
     LogprobMode,
     PromptChunk,
@@ -136,7 +138,7 @@ class Pool(Backend):
             CapacityExceeded: the replica's queue, or this client's part of it, is full.
             ReplicaUnavailable: no replica could finish.
         """
-        samples = await self._samples(request)
+        samples = [dataclasses.replace(s, trace=traceparent()) for s in await self._samples(request)]
         ids = [s.sample_id for s in samples]
         self._requests[request.request_id] = ids
         queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -374,6 +376,11 @@ class Pool(Backend):
             },
             tensor_digests=digests,
         )
+
+    async def stats(self) -> dict[str, EngineStats]:
+        """Replica -> counts since its start; replicas that do not answer are left out."""
+        outcomes = await self._router.all_outcomes("stats")
+        return {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, EngineStats)}
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of the text, nothing added.

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from rollout import tracing
 from rollout.config import Settings
 from rollout.errors import ReplicaUnavailable, RolloutError
 from rollout.openmp import spin_setting
@@ -89,6 +90,7 @@ class ActorWorker(Worker):
 
     def __init__(self, settings: Settings, path: str, name: str) -> None:
         self._refusal: RolloutError | None = None
+        tracing.configure(f"zerodrift-{name}")
         try:
             super().__init__(settings, path, name)
         except RolloutError as error:

@@ -17,6 +17,9 @@ import ray
 from rollout.assets import prepare_model
 from rollout.config import Settings
 from rollout.errors import ConfigError
+from rollout.metered import MeteredBackend
+from rollout.metering import MeteringInterceptor
+from rollout.metrics import make_meter
 from rollout.pool import Pool
 from rollout.replica import LocalReplica, Replica, start_ray_replica
 from rollout.server import RunningServer, start_server
@@ -34,6 +37,10 @@ class Service:
     model_path: Path
     pool: Pool
     server: RunningServer
+    backend: MeteredBackend
+    """the pool as the server sees it, with its calls counted"""
+    metrics: str
+    """where metrics go, in words or as an address"""
 
 
 @contextlib.contextmanager
@@ -95,20 +102,27 @@ async def running_service(settings: Settings, *, in_process: bool = False) -> As
         try:
             await pool.start()
             config = settings.server
+            meter, where = make_meter(settings.metrics.exporter, settings.metrics.host, settings.metrics.port)
+            log.info("metrics go to %s", where)
+            backend = MeteredBackend(pool, meter, queue_limit=settings.engine.max_waiting)
+            watching = asyncio.create_task(backend.watch(), name="metrics of replicas")
             server = await start_server(
-                pool,
+                backend,
                 host=config.host,
                 port=config.port,
                 max_message_bytes=config.max_message_bytes,
                 max_concurrent_rpcs=config.max_concurrent_rpcs,
                 reflection=config.reflection,
                 allow_insecure=config.allow_insecure,
+                interceptors=[MeteringInterceptor(meter)],
             )
             try:
                 await server.set_serving(True)
                 pool.when_none_alive(server.set_serving)
-                yield Service(f"{config.host}:{server.port}", path, pool, server)
+                yield Service(f"{config.host}:{server.port}", path, pool, server, backend, where)
             finally:
+                watching.cancel()
+                meter.close()
                 await server.stop(config.drain_s if pool.num_live else 0)
         finally:
             await pool.stop()

@@ -138,6 +138,8 @@ class SampleRequest:
     prompt_logprobs: bool = False
     priority: int = 0
     client: str = ""
+    trace: str = ""
+    """W3C traceparent of the call that asked; nothing sampled depends on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +361,18 @@ class ReplicaLoad:
     free_pages: int
     total_pages: int
     weights: WeightState
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counts of one engine since it started."""
+
+    steps: int
+    """forward passes"""
+    rows: int
+    """token rows computed, prefill and decode"""
+    preemptions: int
+    """samples that gave their pages up and were prefilled again"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,10 @@ from rollout.errors import NotFound, ReplicaUnavailable, RolloutError
 from rollout.kernels.registry import resolve_kernels
 from rollout.manifest import build_manifest
 from rollout.model import DTYPES, SharedModel, load_model
+from rollout.sample_spans import SampleSpans
 from rollout.scheduler import SchedulerLimits
 from rollout.types import (
+    EngineStats,
     ReplicaLoad,
     SampleRequest,
     ScoreOptions,
@@ -89,6 +91,7 @@ class Worker:
         )
         self._manifest = build_manifest(model)
         self._thread = EngineThread(self._engine, WeightState(0, model_digest(model)), threads=engine.threads)
+        self._spans = SampleSpans(name)
         self._thread.start()
 
     async def info(self) -> WorkerInfo:
@@ -116,6 +119,11 @@ class Worker:
             weights=self._thread.weights,
         )
 
+    async def stats(self) -> EngineStats:
+        """Counts since the start, without waiting for a step to end."""
+        engine = self._engine
+        return EngineStats(engine.num_steps, engine.num_rows, engine.scheduler.num_preemptions)
+
     async def tensor_digests(self) -> dict[str, str]:
         """Parameter name -> digest, hex; computed between steps."""
         model = self._engine.model
@@ -130,6 +138,7 @@ class Worker:
     async def submit(self, requests: list[SampleRequest]) -> None:
         """Queue samples, all or none."""
         await self._do(lambda: self._add_all([lambda r=r: self._engine.add(r) for r in requests], requests))
+        self._spans.begin(requests)
 
     async def submit_scores(self, ids: list[str], sequences: list[ScoreSequence], options: ScoreOptions) -> None:
         """Queue sequences to score, all or none."""
@@ -180,6 +189,7 @@ class Worker:
         broken = self._thread.broken
         if broken is not None and not events:
             raise ReplicaUnavailable(f"worker {self._engine.name} is broken: {broken.message}")
+        self._spans.see(events)
         return events
 
     # ---- control ------------------------------------------------------------------------------------------------

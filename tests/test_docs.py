@@ -17,7 +17,12 @@ from trainer_bridge.cli import register
 if not any(c.callback is not None and c.callback.__name__ == "demo" for c in cli.app.registered_commands):
     register(cli.app)
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "README.zh.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/zh").glob("*.md")),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -32,6 +37,7 @@ def test_links_and_modules_exist(page: Path) -> None:
 def test_readme_commands_exist() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     source = (ROOT / "rollout/cli.py").read_text() + (ROOT / "trainer_bridge/cli.py").read_text()
+    source += (ROOT / "trainer_bridge/dashboard/cli.py").read_text()
     for verb in set(re.findall(r"^zerodrift (\w+)", text, re.M)):
         assert re.search(rf"def {verb}\(|name=\"{verb}\"", source), verb
     for target in set(re.findall(r"^make ([\w-]+)", text, re.M)):

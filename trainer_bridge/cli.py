@@ -1,4 +1,4 @@
-"""Verbs of the trainer's side: ``demo``, ``generate``, ``compare``."""
+"""Verbs of the trainer's side: ``demo``, ``generate``, ``compare``. ``dashboard`` and ``runs`` live apart."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from rollout.cli import Config, JsonFile, Overrides, write_json
 from rollout.errors import InvalidRequest
+from trainer_bridge.dashboard.cli import register as register_dashboard
 
 DEMO_OVERRIDES = ("worker.count=2", "server.port=0", "engine.kv_cache_tokens=16384", "log.level=warning")
 """The demo's settings where neither a file nor the caller says otherwise."""
@@ -20,6 +21,7 @@ def register(app: typer.Typer) -> None:
     app.command()(demo)
     app.command()(generate)
     app.command()(compare)
+    register_dashboard(app)
 
 
 def demo(
@@ -31,6 +33,10 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the run.")] = 0,
     full: Annotated[bool, typer.Option("--full", help="Also compare row digests: whole distributions.")] = False,
     sabotage: Annotated[str | None, typer.Option(help="attention, temperature, weights or order: break it.")] = None,
+    sabotage_step: Annotated[int, typer.Option(min=0, help="First step with the fault.")] = 0,
+    keep_going: Annotated[bool, typer.Option("--keep-going", help="Go on after a difference.")] = False,
+    record: Annotated[Path | None, typer.Option(help="Runs folder to record every step in.")] = None,
+    dashboard: Annotated[bool, typer.Option("--dashboard", help="Record, and show it live in a browser.")] = False,
     json_file: JsonFile = None,
     overrides: Overrides = None,
 ) -> None:
@@ -42,6 +48,7 @@ def demo(
 
     from rollout.config import load_settings
     from rollout.logs import configure
+    from trainer_bridge.dashboard.cli import demo_dashboard
     from trainer_bridge.demo.run import DemoOptions, run_demo
     from trainer_bridge.demo.sabotage import Sabotage
     from trainer_bridge.demo.view import View
@@ -53,16 +60,17 @@ def demo(
     configure(settings.log.level, settings.log.as_json)
     options = DemoOptions(
         steps=steps, prompts=prompts, group=group, max_tokens=max_tokens, seed=seed, full=full,
-        sabotage=Sabotage(sabotage) if sabotage else None,
+        sabotage=Sabotage(sabotage) if sabotage else None, sabotage_step=sabotage_step, keep_going=keep_going,
     )  # fmt: skip
     if options.sabotage is Sabotage.TEMPERATURE:
         # bfloat16 holds 1 exactly: the fault needs a temperature it rounds.
         options = dataclasses.replace(options, temperature=0.7)
     console = Console()
     view = View(console if console.is_terminal else Console(width=140))
-    run = asyncio.run(run_demo(settings, options, view))
-    view.finished(run)
-    write_json(json_file, run.to_json())
+    with demo_dashboard(record, dashboard) as runs:
+        run = asyncio.run(run_demo(settings, options, view, runs=runs))
+        view.finished(run)
+        write_json(json_file, run.to_json())
     raise typer.Exit(0 if run.exact else 1)
 
 

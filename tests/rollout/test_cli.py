@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from rollout import cli
 from trainer_bridge.cli import register
 
-VERBS = {"compare", "config", "demo", "generate", "kernels", "serve", "submit"}
+VERBS = {"compare", "config", "dashboard", "demo", "generate", "kernels", "runs", "serve", "submit"}
 if not any(c.callback is not None and c.callback.__name__ == "demo" for c in cli.app.registered_commands):
     register(cli.app)
 
@@ -46,6 +46,7 @@ def test_kernels(tmp_path: Path) -> None:
     [
         (["serve", "sampling.temprature=1"], "sampling"),
         (["demo", "--sabotage", "luck"], "attention, temperature, weights, order"),
+        (["submit", "--address", "http://127.0.0.1:1", "--env", "PATH"], "write KEY=VALUE"),
         (["compare", "missing.jsonl", "model.path=/does/not/exist"], "missing.jsonl"),
     ],
 )

@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollout.config import Settings
 from rollout.kernels.registry import resolve_kernels
@@ -13,6 +15,7 @@ from rollout.manifest import build_manifest
 from rollout.model import DTYPES, load_model
 from rollout.serving import Service, running_service
 from rollout.types import GenerateRequest, SamplingParams, ServerInfo
+from rollout.worker import load_tokenizer
 from trainer_bridge.aio_client import AsyncRolloutClient
 from trainer_bridge.collect import TokenDigest, records_of, training_sample
 from trainer_bridge.compare import compare
@@ -23,11 +26,14 @@ from trainer_bridge.demo.task import Problem, Task
 from trainer_bridge.demo.view import View
 from trainer_bridge.forward import TrainingSample
 from trainer_bridge.handshake import diff_manifests
-from trainer_bridge.records import Comparison
+from trainer_bridge.records import ScoredSample
 from trainer_bridge.report import verdict
 from trainer_bridge.rollout_record import RolloutRecord
 from trainer_bridge.trainer import ScoredBatch, TrainedSample, Trainer, group_advantages
 from trainer_bridge.wire import GenerateResult
+
+if TYPE_CHECKING:
+    from trainer_bridge.demo.recording import Recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,10 @@ class DemoOptions:
     full: bool = False
     """also compare row digests"""
     sabotage: Sabotage | None = None
+    sabotage_step: int = 0
+    """first step with the fault"""
+    keep_going: bool = False
+    """go on after a difference, broken weights and all"""
 
 
 class DemoRun:
@@ -68,23 +78,34 @@ class DemoRun:
         self._task = Task(service.model_path, options.seed)
         self._digest = TokenDigest()
         self._findings: list[str] = []
-        plant_kernels(self._trainer, options.sabotage)
+        self._recording: Recording | None = None
 
-    async def run(self, replicas: int) -> RunRecord:
-        """All steps; stops early once something differs, since nothing after that can be trusted."""
+    @property
+    def trainer_manifest(self) -> dict[str, str]:
+        """The trainer's parity manifest as it stands."""
+        return build_manifest(self._trainer.model)
+
+    async def run(self, replicas: int, recording: Recording | None = None) -> RunRecord:
+        """All steps, each recorded; stops early once something differs, unless told to keep going."""
+        self._recording = recording
         start = time.monotonic()
         steps: list[StepRecord] = []
         async with AsyncRolloutClient(self._service.address) as client:
             info = await client.info()
-            self._check_manifest(info)
-            plant_weights(self._trainer, self._options.sabotage)
-            await self._check_weights(client)
             for step in range(self._options.steps):
-                steps.append(await self._step(client, step))
+                known = len(self._findings)
+                if step >= self._options.sabotage_step:
+                    self._plant()
+                if step in (0, self._options.sabotage_step):
+                    self._check_manifest(info)
+                # After each update they are compared anyway.
+                if step == 0 or self._sabotage(step) is not None:
+                    await self._check_weights(client)
+                steps.append(await self._step(client, step, known))
                 self._view.step(steps[-1])
                 if not steps[-1].aligned.bitwise_equal:
                     self._findings.append(verdict(steps[-1].aligned))
-                if self._findings:
+                if self._findings and not self._options.keep_going:
                     break
         return RunRecord(
             steps=tuple(steps),
@@ -97,6 +118,13 @@ class DemoRun:
             seconds=time.monotonic() - start,
             manifest=dict(info.manifest),
         )
+
+    def _plant(self) -> None:
+        plant_kernels(self._trainer, self._options.sabotage)
+        plant_weights(self._trainer, self._options.sabotage)
+
+    def _sabotage(self, step: int) -> Sabotage | None:
+        return self._options.sabotage if step >= self._options.sabotage_step else None
 
     # ---- handshake ----------------------------------------------------------------------------------------------
 
@@ -118,7 +146,8 @@ class DemoRun:
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
-    async def _step(self, client: AsyncRolloutClient, step: int) -> StepRecord:
+    async def _step(self, client: AsyncRolloutClient, step: int, known: int) -> StepRecord:
+        """``known``: how many findings are of earlier steps."""
         options = self._options
         info = await client.info()
         problems = self._task.problems(step, options.prompts)
@@ -130,21 +159,22 @@ class DemoRun:
         rewards = [self._reward(problems[i // options.group], r) for i, r in enumerate(_texts(results))]
         began = time.monotonic()
         with self._view.phase(step, "training forward, backward, optimizer step"):
-            ordinary = await asyncio.to_thread(self._ordinary_comparison, records)
+            ordinary = await asyncio.to_thread(self._ordinary_scored, records)
             began = time.monotonic()
-            scored = await asyncio.to_thread(self._learn, records, rewards)
+            scored = await asyncio.to_thread(self._learn, step, records, rewards)
         train_s = time.monotonic() - began
-        aligned = _comparison(records, scored)
+        aligned = _scored(records, scored)
+        compared = compare(aligned)
         update_s = 0.0
-        if aligned.bitwise_equal and not self._findings:
+        if options.keep_going or (compared.bitwise_equal and not self._findings):
             update_s = await self._push(client, step, info.weights.version + 1)
         groups = [rewards[i : i + options.group] for i in range(0, len(rewards), options.group)]
-        return StepRecord(
+        result = StepRecord(
             step=step,
             weight_version=info.weights.version,
             weight_digest=info.weights.digest,
-            aligned=aligned,
-            ordinary=ordinary,
+            aligned=compared,
+            ordinary=compare(ordinary),
             mean_reward=sum(rewards) / len(rewards),
             mixed_groups=sum(len(set(g)) > 1 for g in groups),
             distinct_siblings=all(_distinct(r) for r in results),
@@ -152,6 +182,9 @@ class DemoRun:
             train_s=train_s,
             update_s=update_s,
         )
+        if self._recording is not None:
+            self._recording.step(result, records, aligned, ordinary, rewards, self._findings[known:])
+        return result
 
     async def _push(self, client: AsyncRolloutClient, step: int, version: int) -> float:
         """Send the trainer's weights and compare digests; seconds it took. Weights of a broken step are not sent."""
@@ -183,9 +216,9 @@ class DemoRun:
     def _reward(self, problem: Problem, text: str) -> float:
         return self._task.reward(problem, text)
 
-    def _learn(self, records: list[RolloutRecord], rewards: list[float]) -> ScoredBatch:
+    def _learn(self, step: int, records: list[RolloutRecord], rewards: list[float]) -> ScoredBatch:
         advantages = group_advantages(rewards, self._options.group)
-        samples = plant_temperature([training_sample(r) for r in records], self._options.sabotage)
+        samples = plant_temperature([training_sample(r) for r in records], self._sabotage(step))
         self._check_temperatures(records, samples)
         batch = [TrainedSample(s, a) for s, a in zip(samples, advantages, strict=True)]
         return self._trainer.learn(batch, micro_batch=self._options.micro_batch, digests=self._options.full)
@@ -200,21 +233,16 @@ class DemoRun:
                 )
                 return
 
-    def _ordinary_comparison(self, records: list[RolloutRecord]) -> Comparison:
+    def _ordinary_scored(self, records: list[RolloutRecord]) -> list[ScoredSample]:
         samples = [training_sample(r) for r in records]
         logprobs = self._ordinary.logprobs(
             samples, micro_batch=self._options.micro_batch, threads=self._options.threads
         )
-        return compare([r.scored(lp) for r, lp in zip(records, logprobs, strict=True)])
+        return [r.scored(lp) for r, lp in zip(records, logprobs, strict=True)]
 
 
-def _comparison(records: list[RolloutRecord], scored: ScoredBatch) -> Comparison:
-    return compare(
-        [
-            r.scored(lp, trainer_digests=d)
-            for r, lp, d in zip(records, scored.logprobs, scored.digests, strict=True)
-        ]
-    )  # fmt: skip
+def _scored(records: list[RolloutRecord], scored: ScoredBatch) -> list[ScoredSample]:
+    return [r.scored(lp, trainer_digests=d) for r, lp, d in zip(records, scored.logprobs, scored.digests, strict=True)]
 
 
 def _texts(results: Sequence[GenerateResult]) -> list[str]:
@@ -225,9 +253,20 @@ def _distinct(result: GenerateResult) -> bool:
     return len({s.token_ids.tobytes() for s in result.samples}) > 1
 
 
-async def run_demo(settings: Settings, options: DemoOptions, view: View) -> RunRecord:
-    """Start the service, run, stop the service."""
+async def run_demo(
+    settings: Settings, options: DemoOptions, view: View, *, runs: Path | None = None, run: str | None = None
+) -> RunRecord:
+    """Start the service, run, stop the service; record every step under ``runs``, if one is given."""
     view.starting(settings)
     async with running_service(settings) as service:
         demo = await asyncio.to_thread(DemoRun, service, settings, options, view)
-        return await demo.run(settings.worker.count)
+        if runs is None:
+            return await demo.run(settings.worker.count)
+        # Needs the extra "dashboard", which the demo alone does not.
+        from trainer_bridge.demo.recording import recording, run_heads
+
+        heads = run_heads(
+            run, settings.model.path, options.sabotage, (await service.pool.info()).manifest, demo.trainer_manifest
+        )
+        with recording(runs, heads, load_tokenizer(settings, service.model_path)) as record:
+            return await demo.run(settings.worker.count, record)

@@ -23,6 +23,7 @@ from rollout.errors import (
     UnsupportedFeature,
     WeightUpdateError,
 )
+from rollout.tracing import KEY, traceparent
 
 _BY_CODE: dict[grpc.StatusCode, type[RolloutError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
@@ -90,14 +91,17 @@ def _by_reason() -> dict[str, type[RolloutError]]:
 
 
 def call_metadata(request_id: str, client_id: str = "") -> tuple[tuple[str, str], ...]:
-    """Metadata that names the call in the server's log by the request's id, where a header can hold it, and the client.
+    """Metadata of a call: the request's id, for the server's log, where a header can hold it; the client; the trace.
 
     Raises:
         InvalidRequest: a client id that a header cannot hold.
     """
     metadata = (("x-request-id", request_id),) if _METADATA_VALUE.fullmatch(request_id) else ()
-    if not client_id:
-        return metadata
-    if not _METADATA_VALUE.fullmatch(client_id):
-        raise InvalidRequest(f"client_id = {client_id!r} must be 1 to 128 visible ASCII characters", field="client_id")
-    return (*metadata, ("x-client-id", client_id))
+    if client_id:
+        if not _METADATA_VALUE.fullmatch(client_id):
+            raise InvalidRequest(
+                f"client_id = {client_id!r} must be 1 to 128 visible ASCII characters", field="client_id"
+            )
+        metadata = (*metadata, ("x-client-id", client_id))
+    traced = traceparent()
+    return (*metadata, (KEY, traced)) if traced else metadata

@@ -1,0 +1,175 @@
+"""``make bench-dashboard``: 10 million token rows, then how long the page and each view take."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from rollout.types import FinishReason, LogprobMode, SamplingParams, VersionSpan
+from trainer_bridge.compare import compare
+from trainer_bridge.dashboard.serve import bind, make_server, page_address
+from trainer_bridge.records import ScoredSample
+from trainer_bridge.store.facts import RunHead, SampleFacts, StepFacts
+from trainer_bridge.store.recorder import Recorder, RecordOptions
+
+CHROMIUM = "/usr/bin/chromium"
+VIEWS = ("overview", "distribution", "where", "tokens", "compare", "manifest")
+LENGTH = 500
+
+
+def make_step(rng: np.random.Generator, step: int, samples: int, share: float) -> list[ScoredSample]:
+    """``samples`` samples of ``LENGTH`` tokens; a ``share`` of the tokens differs."""
+    made = []
+    for i in range(samples):
+        rollout = (-rng.exponential(1.0, LENGTH)).astype(np.float32)
+        noise = rng.normal(0, 0.01, LENGTH) * np.exp(rng.normal(0, 2, LENGTH)) * (rng.random(LENGTH) < share)
+        made.append(
+            ScoredSample(
+                request_id=f"step{step}/prompt{i // 8}",
+                sample_index=i % 8,
+                prompt_ids=np.arange(64, dtype=np.int32),
+                token_ids=rng.integers(0, 49152, LENGTH).astype(np.int32),
+                rollout_logprobs=rollout,
+                trainer_logprobs=(rollout + noise).astype(np.float32),
+                mask=np.ones(LENGTH, np.bool_),
+                mode=LogprobMode.TEMPERED,
+                temperature=1.0,
+                filtered=False,
+                finish=FinishReason.LENGTH,
+                seed=step,
+                spans=(VersionSpan(step, 0, LENGTH),),
+                replica=f"replica-{i % 8}",
+            )
+        )
+    return made
+
+
+def write_run(root: Path, name: str, sibling: str, rows: int, steps: int, share: float) -> dict[str, float]:
+    """A run of ``rows`` token rows; seconds to compare and to write."""
+    rng = np.random.default_rng(0)
+    recorder = Recorder(
+        root, RunHead(name, source="benchmark", sibling=sibling, manifest={"kernels.name": "cpu"}),
+        options=RecordOptions(keep_rate=1.0, queued_steps=2),
+    )  # fmt: skip
+    per_step = rows // steps // LENGTH
+    compare_s = write_s = 0.0
+    for step in range(steps):
+        samples = make_step(rng, step, per_step, share)
+        start = time.perf_counter()
+        comparison = compare(samples)
+        compare_s += time.perf_counter() - start
+        rewards = tuple(rng.random(per_step).tolist())
+        start = time.perf_counter()
+        facts = [SampleFacts(SamplingParams(seed=step), reward) for reward in rewards]
+        recorder.record(StepFacts(step, step, "", rewards, {"rollout": 10.0}), samples, comparison, facts)
+        while recorder.totals().waiting:
+            threading.Event().wait(0.002)
+        write_s += time.perf_counter() - start
+    totals = recorder.close()
+    if totals.dropped:
+        raise SystemExit(f"{totals.dropped} steps were not written: {totals.last_error}")
+    return {"compare_s": compare_s, "write_s": write_s, "bytes": float(totals.bytes)}
+
+
+@contextmanager
+def served(root: Path) -> Iterator[str]:
+    """A fresh server of ``root``; its address."""
+    listener = bind("127.0.0.1", 0)
+    server = make_server(root, token=None)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
+    thread.start()
+    try:
+        yield page_address(listener, None)
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def measure(address: str, run: str, other: str, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of the first paint, of the first verdict and of each view, from the click to the drawn charts."""
+    from playwright.sync_api import sync_playwright
+
+    times: dict[str, list[float]] = {}
+
+    def note(name: str, value: float) -> None:
+        times.setdefault(name, []).append(value)
+
+    with sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        for _ in range(rounds):
+            page = browser.new_context(viewport={"width": 1280, "height": 860}).new_page()
+            start = time.perf_counter()
+            page.goto(f"{address}?run={run}", wait_until="commit")
+            page.wait_for_selector("#verdict")
+            note("verdict after opening", (time.perf_counter() - start) * 1e3)
+            page.wait_for_selector("body[data-ready=true]")
+            script = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+            note("first paint", page.evaluate(script))
+            for view in VIEWS:
+                suffix = f"&with={other}" if view == "compare" else ""
+                note(view, page.evaluate(_TIMED, f"?run={run}&view={view}{suffix}"))
+            note("one step", page.evaluate(_TIMED, f"?run={run}&view=where&step=7"))
+            note("one sample", page.evaluate(_TIMED, f"?run={run}&view=sample&step=7&request=step7/prompt0&index=0"))
+            note("run list", page.evaluate(_TIMED, "?"))
+            page.context.close()
+        browser.close()
+    return times
+
+
+_TIMED = """async (address) => {
+  const link = document.createElement('a');
+  link.href = address; link.dataset.link = ''; document.body.append(link);
+  const start = performance.now();
+  link.click(); link.remove();
+  while (document.body.dataset.ready !== 'true') await new Promise(requestAnimationFrame);
+  return performance.now() - start;
+}"""
+
+
+def main() -> None:
+    """Make the runs, measure, print, keep."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=10_000_000)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--share", type=float, default=0.3, help="share of tokens that differ")
+    parser.add_argument("--runs", type=Path, help="use, or make and keep, runs here")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/dashboard.json"))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        root = args.runs or Path(folder)
+        written: dict[str, Any] = {}
+        if not (root / "run=big").exists():
+            written = write_run(root, "big", "small", args.rows, args.steps, args.share)
+            write_run(root, "small", "big", args.rows // 20, args.steps // 2, 0.0)
+        with served(root) as address:
+            times = measure(address, "big", "small", args.rounds)
+    table = Table(title=f"{args.rows:,} token rows in {args.steps} steps, milliseconds")
+    for column in ("what", "median", "largest"):
+        table.add_column(column, justify="right" if column != "what" else "left")
+    for name, values in times.items():
+        table.add_row(name, f"{statistics.median(values):.0f}", f"{max(values):.0f}")
+    Console().print(table)
+    print(written)
+    machine = {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "load": os.getloadavg()}
+    result = {"machine": machine, "rows": args.rows, "steps": args.steps, "written": written, "milliseconds": times}
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The Chinese pages keep step with the English ones: same commands, same figures, same links."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAIRS = (
+    ("README.md", "README.zh.md"),
+    ("docs/dashboard.md", "docs/zh/dashboard.md"),
+    ("docs/deploy.md", "docs/zh/install.md"),
+)
+COMMANDS = r"^((?:zerodrift|make|kubectl|RAY_AUTH_MODE=token) .+?)(?:\s+#.*)?$"
+
+
+def text(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def commands(page: str) -> list[str]:
+    blocks = re.findall(r"```\n(.*?)```", text(page), re.S)
+    return [line for block in blocks for line in re.findall(COMMANDS, block, re.M)]
+
+
+@pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=[p[1] for p in PAIRS])
+def test_commands_are_the_same_in_the_same_order(english: str, chinese: str) -> None:
+    ours = [c for c in commands(chinese) if english == "README.md" or not c.startswith("make ")]
+    assert ours == commands(english) and len(ours) >= 4
+
+
+def test_figures_are_the_same() -> None:
+    rows = [re.findall(r"^(\| \d \| v\d .*)$", text(page), re.M) for page in ("README.md", "README.zh.md")]
+    assert rows[0] == rows[1] and len(rows[0]) == 3
+    totals = [set(re.findall(r"\b6,072\b|\b171\b", text(page))) for page in ("README.md", "README.zh.md")]
+    assert totals[0] == totals[1] == {"6,072", "171"}
+
+
+def test_pictures_are_the_same() -> None:
+    shown = [re.findall(r"\((docs/images/[\w.]+)\)", text(page)) for page in ("README.md", "README.zh.md")]
+    assert shown[0] == shown[1] and len(shown[0]) == 3
+
+
+def test_names_in_code_are_those_of_the_english_page() -> None:
+    for english, chinese in PAIRS[1:]:
+        quoted = set(re.findall(r"`([\w./\[\]\-'=:{} \"]+)`", text(chinese)))
+        known = text(english) + text("docs/dashboard.md") + text("README.md") + "pip install torch==2.13.0"
+        assert {q for q in quoted if q not in known} == set(), chinese
+
+
+def test_each_language_links_to_the_other() -> None:
+    assert "(README.zh.md)" in text("README.md") and "(README.md)" in text("README.zh.md")
