@@ -97,10 +97,14 @@ class TestMessageSizes:
         bits = np.resize(np.arange(2**31, 2**31 + 997, dtype=np.uint32).view(np.float32), size // 12 + 1)
         async with serving(OneChunk()) as server, AsyncRolloutClient(address(server)) as client:
             stream = client.stream([1], SAMPLING)
-            event = await anext(stream)
+            parts: list[TokenChunk] = []
+            while sum(len(part.token_ids) for part in parts) < len(bits):
+                event = await anext(stream)
+                assert isinstance(event, TokenChunk)
+                parts.append(event)
             await stream.aclose()
-        assert isinstance(event, TokenChunk)
-        assert event.policy_logprobs.tobytes() == bits.tobytes()
+        assert b"".join(part.policy_logprobs.tobytes() for part in parts) == bits.tobytes()
+        assert max(12 * len(part.token_ids) for part in parts) <= codec.SPLIT_BYTES
 
     async def test_over_the_limit_is_refused_and_the_server_goes_on(self, backend: FakeBackend) -> None:
         request = codec.generate_request_to_proto(GenerateRequest("x", (1, 2), SAMPLING))
