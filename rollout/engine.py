@@ -236,7 +236,7 @@ class Engine:
             rows.sequence.num_computed += rows.count
         events: list[Event] = []
         if len(batch.output_rows):
-            self._emit(batch, hidden[batch.output_rows], events)
+            self._emit(batch, hidden[batch.output_rows.to(hidden.device)], events)
         for rows in scheduled:
             sequence = rows.sequence
             if sequence.finish is None and sequence.sample_id in self._live:

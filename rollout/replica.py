@@ -12,6 +12,8 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rollout.config import Settings
 from rollout.errors import ReplicaUnavailable, RolloutError
+from rollout.kernels.npu import environment
+from rollout.kernels.registry import kernel_name
 from rollout.worker import Worker, WorkerInfo
 
 
@@ -108,6 +110,8 @@ class ActorWorker(Worker):
 def actor_options(settings: Settings) -> Mapping[str, Any]:
     """Ray options of one worker: CPUs and resources as configured, no silent restarts, quiet OpenMP waits."""
     resources = dict(settings.worker.resources)
+    # Read by the NPU's libraries when they start, so they belong to the process from its first moment.
+    determinism = environment.required() if kernel_name(settings.kernels.name) == "npu" else {}
     return {
         "num_cpus": settings.worker.num_cpus,
         "resources": resources,
@@ -118,6 +122,7 @@ def actor_options(settings: Settings) -> Mapping[str, Any]:
                 "OMP_NUM_THREADS": str(settings.engine.threads),
                 "OMP_WAIT_POLICY": "PASSIVE",
                 "TOKENIZERS_PARALLELISM": "false",
+                **determinism,
             }
         },
     }

@@ -133,7 +133,7 @@ class TrainingForward:
         """
         batch = pack(samples)
         step = PackedStep(self.model.kernels, batch.cu_seqlens)
-        hidden = self.model.hidden_states(batch.input_ids, batch.positions, step)[batch.rows]
+        hidden = self.model.hidden_states(batch.input_ids, batch.positions, step)[batch.rows.to(self.model.device)]
         parts: list[torch.Tensor] = []
         hashed: list[UInt64Array] = []
         for start in range(0, len(batch.targets), HEAD_ROWS):
