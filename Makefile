@@ -16,7 +16,13 @@ STAMP := $(VENV)/.installed
 PROTO := proto/rollout/v1/rollout.proto
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto
 
-.PHONY: help setup model demo test test-slow lint fix proto schema bench
+# The real torch_npu breaks `import torch` where CANN is missing, so its contract tests live apart, with stub libraries.
+NPU_VENV := .venv-npu
+NPU_PIP := $(NPU_VENV)/bin/python -m pip --disable-pip-version-check -qq --no-input
+NPU_STAMP := $(NPU_VENV)/.installed
+FLASH_ATTN_NPU := flash-attn-npu==0.4.2.post1
+
+.PHONY: help setup model demo test test-slow test-npu-contract lint fix proto schema bench
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,6 +48,20 @@ test: model ## every test not marked slow
 
 test-slow: model ## the tests marked slow (none so far)
 	@$(BIN)/python -m pytest -x -q -m slow || [ $$? -eq 5 ]
+
+$(NPU_STAMP): tests/npu_contract/stubs.py tests/npu_contract/requirements.txt
+	@command -v gcc >/dev/null && command -v readelf >/dev/null || { echo "make test-npu-contract needs gcc and binutils"; exit 1; }
+	@test -x $(NPU_VENV)/bin/python || $(PYTHON) -m venv $(NPU_VENV)
+	@echo "installing into $(NPU_VENV)"
+	@$(NPU_PIP) install $(TORCH_ARGS) '$(TORCH)'
+	@$(NPU_PIP) install -r tests/npu_contract/requirements.txt
+	@$(NPU_PIP) install --no-deps torch-npu==2.13.0
+	@TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU_VENV)/bin/python tests/npu_contract/stubs.py
+	@FLASH_ATTENTION_SKIP_NPU_BUILD=TRUE $(NPU_PIP) install --no-deps --no-build-isolation '$(FLASH_ATTN_NPU)'
+	@touch $@
+
+test-npu-contract: $(NPU_STAMP) ## our NPU calls against the real torch_npu and flash_attn_npu, without a device
+	@$(NPU_VENV)/bin/python -m pytest -x -q -W default --confcutdir=tests/npu_contract tests/npu_contract
 
 lint: setup ## ruff, mypy, import order, buf, freshness of generated files
 	@$(BIN)/ruff check

@@ -22,6 +22,8 @@ Replacements = Mapping[str, Callable[[Any], Kernel]]
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """torch.matmul from mm and bmm; differentiable."""
+    if a.dim() == b.dim() == 1:
+        return torch.mm(a[None], b[:, None]).reshape(())
     if a.dim() == 1:
         return matmul(a[None], b).squeeze(-2)
     if b.dim() == 1:
