@@ -17,6 +17,7 @@ import torch
 from rollout.attention import PagedStep
 from rollout.batch import StepBatch, build_batch
 from rollout.detokenize import Detokenizer
+from rollout.device_sampler import DeviceTokenSampler
 from rollout.errors import DuplicateRequest, InvalidRequest, NotFound, ParityError, RolloutError
 from rollout.kernels.base import KVLayout
 from rollout.kvcache import PageAllocator
@@ -105,7 +106,8 @@ class Engine:
         )
         self._decoder = model.kernels.decoder(model.hf, spec.context_length) if fused else None
         self._tokenizer = tokenizer
-        self._sampler = TokenSampler(spec.vocab_size)
+        sampler = DeviceTokenSampler if model.kernels.device_logprobs else TokenSampler
+        self._sampler = sampler(spec.vocab_size)
         self._live: dict[str, Sequence] = {}
         self._undefined = self._undefined_ids()
 

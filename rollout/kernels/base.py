@@ -134,6 +134,10 @@ class KernelSet(ABC):
     device: torch.device = torch.device("cpu")
     """Where weights, activations and KV live. Tables and lengths of a step are host tensors on every set."""
 
+    device_logprobs: ClassVar[bool] = False
+    """C1 is the device's own log_softmax in invariant mode: the sampler takes its rows and never computes them
+    again."""
+
     @abstractmethod
     def allocate_kv(self, layout: KVLayout) -> KVStore:
         """Reserve the whole cache up front."""

@@ -24,6 +24,7 @@ class NpuKernelSet(KernelSet):
 
     name: ClassVar[str] = "npu"
     capabilities: ClassVar[Capabilities] = CAPABILITIES
+    device_logprobs: ClassVar[bool] = True
 
     def __init__(self, runtime: NpuRuntime, page_size: int = PAGE_SIZE, attention_plan: str = "auto") -> None:
         if page_size not in self.capabilities.page_sizes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollout.kernels.npu.layout import differing_positions
+from rollout.kernels.npu.package_ops import PackageOps
 from rollout.kernels.npu.store import NpuKVStore
 from rollout.model import SharedModel, load_model
 from rollout.types import SampleRequest
@@ -26,7 +28,9 @@ from tests.engines import (
     training_sample,
     unequal,
 )
+from tests.rollout.kernels.npu.emulator.fa3 import EmulatedPackage
 from tests.rollout.kernels.npu.emulator.host import LATER, TRAIN_INFER, EmulatedKernelSet, emulated
+from tests.rollout.kernels.npu.emulator.package import emulated_ops
 from trainer_bridge.forward import TrainingForward
 
 EDGES = (1, 2, 17, 126, 127, 128, 129, 200, 254, 255, 256, 257, 384, 510, 511, 512, 513)
@@ -86,6 +90,36 @@ def test_prefix_hits(model: SharedModel) -> None:
     assert again["b"].bits() == first.bits()
     alone = run(build_engine(model), [sample((*prompt[:256], 5, 6), "c", max_tokens=3)])["c"]
     assert again["c"].bits() == alone.bits()
+
+
+def test_with_the_ascend_package(tiny_llama_path: Path) -> None:
+    """Products and reductions by batch_invariant_ops, norms untiled."""
+    kernels = EmulatedKernelSet(EmulatedPackage(LATER), "auto", PackageOps("2.0.0", emulated_ops()))
+    model = load_model(tiny_llama_path, dtype=torch.bfloat16, kernels=kernels)
+    requests = requests_of((1, 17, 128, 130, 200))
+    generated = run(build_engine(model, chunk=128, batch_tokens=256), requests)
+    assert_three_ways_equal(model, requests, generated, build_engine(model, chunk=256, batch_tokens=300))
+    assert kernels.providers()["linear"] == "batch_invariant_ops"
+
+
+FILTERS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.7}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1, "barred_token_ids": (3,
+    9)},
+)  # fmt: skip
+
+
+def test_sampling_parameters(qwen3: SharedModel) -> None:
+    """Log-probs of the device under every kind of filter; what was not filtered has the same two log-probs."""
+    requests = [
+        sample(random_prompt(20 + i, i), f"f{i}", max_tokens=6, **kind) for i, kind in enumerate((*FILTERS, {}))
+    ]
+    generated = run(build_engine(qwen3), requests)
+    assert_three_ways_equal(qwen3, requests, generated, build_engine(qwen3))
+    assert unequal(generated["f0"].behavior, generated["f0"].policy) == 0
+    for i in (2, 3, 4):
+        one = generated[f"f{i}"]
+        assert all(b >= p for b, p in zip(one.behavior, one.policy, strict=True))
+        assert any(b > p for b, p in zip(one.behavior, one.policy, strict=True))
 
 
 def test_strangers_and_mixed_steps(qwen3: SharedModel) -> None:
