@@ -111,9 +111,9 @@ def kernels(json_file: JsonFile = None) -> None:
 
     sets = columns()
     table = Table()
-    table.add_column("feature")
+    table.add_column("feature", no_wrap=True)
     for one in sets:
-        table.add_column(one.title)
+        table.add_column(one.title, overflow="fold")
     for feature, meaning in FEATURES.items():
         table.add_row(meaning, *(one.support[feature] for one in sets))
     table.add_row("KV page sizes", *(", ".join(map(str, sorted(one.capabilities.page_sizes))) for one in sets))

@@ -193,7 +193,8 @@ def load_model(
         hf = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=register_interface())
     hf.eval()
     hf.requires_grad_(trainable)
-    hf.to(kernels.device)
+    module: torch.nn.Module = hf
+    module.to(kernels.device)
     kernels.adapt(hf)
     spec = ModelSpec(
         name=folder.name,

@@ -116,8 +116,7 @@ def columns() -> tuple[SetColumn, ...]:
         SetColumn("cpu", "cpu", CpuKernelSet.capabilities, words(CpuKernelSet.capabilities), cpu_providers, cpu_here)
     ]
     for line in LINES:
-        until = f" before {'.'.join(map(str, line.before))}" if line.before else " and later"
-        title = f"npu, flash_attn_npu {'.'.join(map(str, line.first))}{until}"
+        title = f"npu, {line.name} line"
         support = {feature: describe(feature, line) for feature in FEATURES}
         providers = npu_providers if npu_providers and f"line {line.name}" in npu_providers["attention"] else None
         found.append(SetColumn(title, "npu", CAPABILITIES, support, providers, npu_here))

@@ -174,3 +174,16 @@ def test_loading_the_runtime_without_a_device_is_refused_by_name() -> None:
 
     with pytest.raises(UnsupportedFeature, match="finds no NPU"):
         load_runtime()
+
+
+def test_the_vision_towers_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``rollout/vision.py`` writes it; that module needs transformers, which is not installed here."""
+    from torch_npu.op_plugin.meta import _meta_registrations
+
+    # Its meta kernel asks for the device's name only to print a warning.
+    monkeypatch.setattr(_meta_registrations, "_npu_fusion_attention_warning_printed", True)
+    q = torch.zeros(6, 4, 16, dtype=torch.bfloat16, device="meta")
+    out = torch.ops.npu.npu_fusion_attention(
+        q, q, q, q.size(1), "TND", scale=0.25, actual_seq_qlen=[6], actual_seq_kvlen=[6]
+    )
+    assert out[0].shape == q.shape and out[0].dtype == q.dtype

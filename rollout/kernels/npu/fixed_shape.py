@@ -67,10 +67,10 @@ def bmm(original: Any) -> Kernel:
     """aten::bmm, one member of the batch at a time."""
 
     def replaced(keys: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        products = [
-            in_tiles(one, ROW_TILE, lambda part, other=other: original.call_boxed(keys, part[None], other[None])[0])
-            for one, other in zip(a, b, strict=True)
-        ]
+        def product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            return in_tiles(one, ROW_TILE, lambda part: original.call_boxed(keys, part[None], other[None])[0])
+
+        products = [product(one, other) for one, other in zip(a, b, strict=True)]
         return torch.stack(products) if products else a.new_empty(0, a.size(1), b.size(2))
 
     return replaced

@@ -6,6 +6,7 @@ The fused ``npu_add_rms_norm`` is never called: it is not row-invariant. The mod
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,8 +41,8 @@ class _RmsNorm(torch.autograd.Function):
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, tiled: bool) -> torch.Tensor:
     """x [..., N], weight [N]; differentiable. ``tiled``: the operator sees a fixed number of rows."""
-    result: torch.Tensor = _RmsNorm.apply(x, weight, epsilon, tiled)
-    return result
+    apply: Callable[..., torch.Tensor] = _RmsNorm.apply
+    return apply(x, weight, epsilon, tiled)
 
 
 def _forward(module: Any, tiled: bool, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,8 @@ from tests.rollout.kernels.npu.emulator.device import npu_operators
 
 
 @pytest.fixture(scope="session", autouse=True)
-def operators() -> Iterator[None]:
-    with npu_operators():
-        yield
+def operators() -> None:
+    npu_operators()
 
 
 @pytest.fixture(autouse=True)

@@ -6,15 +6,19 @@ The stock kernels are deliberately not row-invariant, as the device's may be: th
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rollout.kernels.cpu import activation
 from rollout.kernels.cpu.fused import mean_rows
+from tests.rollout.kernels.npu.emulator.numerics import attend
 
 SCHEMAS = Path(__file__).with_name("schemas.txt")
 """The operators that our code calls, a line each, as torch_npu 2.13.0 declares them; ``make test-npu-contract``
@@ -59,26 +63,49 @@ def npu_add_rms_norm(
     return out, rstd.reshape(*total.shape[:-1], 1), total
 
 
+_FUSION_OPTIONS = (
+    "pse", "padding_mask", "atten_mask", "scale", "keep_prob", "pre_tockens", "next_tockens", "inner_precise", "prefix",
+    "actual_seq_qlen", "actual_seq_kvlen",
+)  # fmt: skip
+
+
+def npu_fusion_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_num: int, input_layout: str, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]:
+    """Layout TND without a mask, segment by segment; lengths are running ends without a leading 0."""
+    options = dict(zip(_FUSION_OPTIONS, rest, strict=False))
+    assert input_layout == "TND" and query.size(1) == head_num and options["atten_mask"] is None
+    ends = list(options["actual_seq_qlen"])
+    assert ends == list(options["actual_seq_kvlen"]) and options["keep_prob"] == 1.0
+    out = np.empty(query.shape, np.float32)
+    lse = np.empty((head_num, query.size(0)), np.float32)
+    arrays = [np.ascontiguousarray(x.detach().float().numpy()) for x in (query, key, value)]
+    for first, last in itertools.pairwise([0, *ends]):
+        part = np.empty((head_num, last - first), np.float32)
+        segment = [a[first:last] for a in arrays]
+        attend(*segment, np.float32(options["scale"]), False, False, 1, 2**30, 0, out[first:last], part)
+        lse[:, first:last] = part
+    sums = torch.from_numpy(lse.T.copy())[..., None].expand(-1, -1, 8).contiguous()
+    return torch.from_numpy(out).to(query.dtype), sums, torch.ones_like(sums), torch.empty(0), 0, 0, 0
+
+
 OPERATORS: dict[str, Callable[..., Any]] = {
     "npu_rms_norm": npu_rms_norm,
     "npu_rms_norm_backward": npu_rms_norm_backward,
     "npu_add_rms_norm": npu_add_rms_norm,
+    "npu_fusion_attention": npu_fusion_attention,
 }
 
 
-@contextlib.contextmanager
-def npu_operators(extra: dict[str, Callable[..., Any]] | None = None) -> Iterator[None]:
-    """``torch.ops.npu`` under the real schemas with CPU implementations."""
+@functools.lru_cache(maxsize=1)
+def npu_operators() -> tuple[torch.library.Library, torch.library.Library]:
+    """``torch.ops.npu`` under the real schemas with CPU implementations, once and for the life of the process."""
     define, implement = torch.library.Library("npu", "DEF"), torch.library.Library("npu", "IMPL")
-    try:
-        for line in SCHEMAS.read_text(encoding="utf-8").splitlines():
-            define.define(line.removeprefix("npu::"))
-        for name, function in (OPERATORS | (extra or {})).items():
-            implement.impl(name, function, "CPU")
-        yield
-    finally:
-        implement._destroy()
-        define._destroy()
+    for line in SCHEMAS.read_text(encoding="utf-8").splitlines():
+        define.define(line.removeprefix("npu::"))
+    for name, function in OPERATORS.items():
+        implement.impl(name, function, "CPU")
+    return define, implement
 
 
 # ---- stock aten kernels of the device ---------------------------------------------------------------------------
