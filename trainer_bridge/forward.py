@@ -169,8 +169,8 @@ def unpad(
     samples: list[TrainingSample] = []
     for b in range(input_ids.size(0)):
         real = attention_mask[b].bool()
-        ids = input_ids[b][real].numpy().astype(np.int32)
-        generated = response_mask[b][real].numpy().astype(bool)
+        ids = input_ids[b][real].cpu().numpy().astype(np.int32)
+        generated = response_mask[b][real].cpu().numpy().astype(bool)
         length = int(generated.sum())
         if int(response_mask[b].sum()) != length:
             raise InvalidRequest(f"row {b}: response_mask marks a padded position", field="response_mask")

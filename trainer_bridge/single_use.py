@@ -102,7 +102,7 @@ def compare_rollouts(path: Path, settings: Settings, *, micro_batch: int) -> Com
             for record, logprobs, hashed in zip(part, out.split(), out.split_digests(), strict=True):
                 scored.append(
                     record.scored(
-                        logprobs.numpy(), trainer_digests=hashed if record.row_digests is not None else None
+                        logprobs.cpu().numpy(), trainer_digests=hashed if record.row_digests is not None else None
                     )
                 )  # fmt: skip
     return compare_samples(scored)
