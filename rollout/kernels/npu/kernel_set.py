@@ -136,6 +136,21 @@ class NpuKernelSet(KernelSet):
         """Process-wide, reentrant, safe across threads; see ``invariant``."""
         return self._mode()
 
+    def measured_plan(self, hf: Any) -> Mapping[str, str]:
+        """What each attention plan shows on this device for this model's attention, for the certificate."""
+        from rollout.kernels.npu.probe import AttentionShape, measure_plans
+
+        config = hf.config
+        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
+        measured = measure_plans(self, AttentionShape(heads, kv_heads, head_dim, hf.dtype))
+        first = next((m.plan for m in measured if m.compared and not m.differing), "none")
+        return {
+            "attention_plan": self.plan.name,
+            "first exact plan": first,
+            **{f"plan {m.plan}": str(m) for m in measured},
+        }
+
     def providers(self) -> Mapping[str, str]:
         """See ``KernelSet.providers``."""
         runtime, line = self.runtime, self.runtime.flash.line

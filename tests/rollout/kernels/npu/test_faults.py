@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from rollout.kernels.npu.layout import differing_positions
 from rollout.kernels.npu.plans import Measured, choose_plan
 from rollout.kernels.npu.probe import seen_by_sums
 from rollout.kernels.npu.store import NpuKVStore
+from rollout.model import load_model
 from tests.rollout.kernels.npu.battery import (
     SENSITIVE,
     Probe,
@@ -80,6 +82,18 @@ def test_the_choice_goes_to_the_first_exact_plan() -> None:
     assert later.plan.name == "tile_aligned" and [m.plan for m in later.measured] == ["plain", "tile_aligned"]
     assert later.measured[0].differing > 0
     assert choose_plan(measure_on(TRAIN_INFER)).plan.name == "plain"
+
+
+@pytest.mark.parametrize(("version", "first"), [(LATER, "tile_aligned"), (TRAIN_INFER, "plain")])
+def test_plans_are_measured_for_a_model(version: str, first: str, tiny_qwen3_path: Path) -> None:
+    """What the certificate shows: every plan, how it fared, and the first that is exact."""
+    kernels = emulated(version)
+    model = load_model(tiny_qwen3_path, dtype=torch.bfloat16, kernels=kernels)
+    shown = kernels.measured_plan(model.hf)
+    assert shown["first exact plan"] == first == shown["attention_plan"]
+    assert ("values differ" in shown["plan plain"]) == (version == LATER)
+    assert "exact" in shown["plan tile_aligned"] and "exact" in shown["plan row_by_row"]
+    assert "plan fused_infer" not in shown
 
 
 # ---- faults -----------------------------------------------------------------------------------------------------
