@@ -77,8 +77,8 @@ class VisionAttention:
         if provider == "sdpa":
             return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
         run = self._kernel_set if provider == "kernel_set" else self._fused
-        rows = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
-        return run(*rows, scale)[None]
+        queries, keys, values = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+        return run(queries, keys, values, scale)[None]
 
     def _kernel_set(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         cu = torch.tensor([0, q.size(0)], dtype=torch.int32)
