@@ -20,7 +20,7 @@ VERL_VENV := .venv-verl
 VERL_BIN := $(VERL_VENV)/bin
 VERL_PIP := $(VERL_BIN)/python -m pip --disable-pip-version-check -qq --no-input
 
-.PHONY: help setup model demo test test-slow soak lint fix proto schema bench bench-full bench-peers bench-publish test-verl example-verl test-browser bench-dashboard scale
+.PHONY: help setup model demo test test-slow soak lint fix proto schema bench bench-full bench-peers bench-publish test-verl example-verl test-browser bench-dashboard scale # The real torch_npu breaks `import torch` where CANN is missing, so its contract tests live apart, with stub libraries.
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -73,6 +73,20 @@ $(CHROMIUM):
 
 test-browser: setup $(CHROMIUM) ## the dashboard in headless Chromium; screenshots in out/browser
 	@$(BIN)/python -m pytest -x -q -m browser
+
+$(NPU_STAMP): tests/npu_contract/stubs.py tests/npu_contract/requirements.txt
+	@command -v gcc >/dev/null && command -v readelf >/dev/null || { echo "make test-npu-contract needs gcc and binutils"; exit 1; }
+	@test -x $(NPU_VENV)/bin/python || $(PYTHON) -m venv $(NPU_VENV)
+	@echo "installing into $(NPU_VENV)"
+	@$(NPU_PIP) install $(TORCH_ARGS) '$(TORCH)'
+	@$(NPU_PIP) install -r tests/npu_contract/requirements.txt
+	@$(NPU_PIP) install --no-deps torch-npu==2.13.0
+	@TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(NPU_VENV)/bin/python tests/npu_contract/stubs.py
+	@FLASH_ATTENTION_SKIP_NPU_BUILD=TRUE $(NPU_PIP) install --no-deps --no-build-isolation '$(FLASH_ATTN_NPU)'
+	@touch $@
+
+test-npu-contract: $(NPU_STAMP) ## our NPU calls against the real torch_npu and flash_attn_npu, without a device
+	@$(NPU_VENV)/bin/python -m pytest -x -q -W default --confcutdir=tests/npu_contract tests/npu_contract
 
 lint: setup ## ruff, mypy, import order, buf, freshness of generated files
 	@$(BIN)/ruff check

@@ -6,14 +6,14 @@ The rollout passes a ``PagedStep`` (KV pages, page table), the trainer a ``Packe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from rollout.errors import InvalidRequest, UnsupportedFeature
-from rollout.kernels.base import KernelSet, KVStore
+from rollout.kernels.base import BoundPacked, BoundPaged, KernelSet, KVStore
 
 
 class AttentionStep(Protocol):
@@ -39,22 +39,22 @@ class PagedStep:
     cu_seqlens_q: torch.Tensor
     """int32 [B + 1]"""
 
+    bound: BoundPaged = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        bound = self.kernels.bind_paged(
+            self.store, self.slots, self.page_table, self.cache_seqlens, self.cu_seqlens_q
+        )  # fmt: skip
+        object.__setattr__(self, "bound", bound)
+
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """Write k and v to their slots, then attend to all cached keys: [T, H, D] in q's dtype."""
-        self.store.write(layer, k, v, self.slots)
+        self.bound.write(layer, k, v)
         return self.read(layer, q, scale)
 
     def read(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
         """Attend to what is cached, this pass's rows included."""
-        return self.kernels.attention_with_kvcache(
-            q,
-            self.store,
-            layer,
-            page_table=self.page_table,
-            cache_seqlens=self.cache_seqlens,
-            cu_seqlens_q=self.cu_seqlens_q,
-            softmax_scale=scale,
-        )
+        return self.bound.read(layer, q, scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +108,14 @@ class PackedStep:
     cu_seqlens: torch.Tensor
     """int32 [B + 1]"""
 
+    bound: BoundPacked = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bound", self.kernels.bind_packed(self.cu_seqlens))
+
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """Attend within each packed sequence, differentiable: [T, H, D] in q's dtype."""
-        return self.kernels.attention_varlen(
-            q, k, v, cu_seqlens_q=self.cu_seqlens, cu_seqlens_k=self.cu_seqlens, softmax_scale=scale
-        )
+        return self.bound.attend(layer, q, k, v, scale)
 
 
 _HARMLESS = frozenset(

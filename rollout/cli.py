@@ -114,22 +114,64 @@ def kernels(json_file: JsonFile = None) -> None:
     from rich.table import Table
 
     from rollout.kernels.base import FEATURES
-    from rollout.kernels.registry import available, resolve_kernels
+    from rollout.kernels.registry import columns, platform_default
 
-    sets = {name: resolve_kernels(name) for name in available()}
+    sets = columns()
     table = Table()
-    table.add_column("feature")
-    for name in sets:
-        table.add_column(name)
+    table.add_column("feature", no_wrap=True)
+    for one in sets:
+        table.add_column(one.title, overflow="fold")
     for feature, meaning in FEATURES.items():
-        table.add_row(meaning, *("yes" if feature in s.capabilities.features else "no" for s in sets.values()))
-    for operation in next(iter(sets.values())).providers():
-        table.add_row(f"[dim]{operation}[/dim]", *(s.providers().get(operation, "") for s in sets.values()))
-    Console().print(table)
+        table.add_row(meaning, *(one.support[feature] for one in sets))
+    table.add_row("KV page sizes", *(", ".join(map(str, sorted(one.capabilities.page_sizes))) for one in sets))
+    dtypes = [sorted(str(d).removeprefix("torch.") for d in one.capabilities.dtypes) for one in sets]
+    table.add_row("dtypes", *(", ".join(names) for names in dtypes))
+    for operation in dict.fromkeys(operation for one in sets for operation in one.providers or ()):
+        table.add_row(f"[dim]{operation}[/dim]", *((one.providers or {}).get(operation, "") for one in sets))
+    console = Console()
+    console.print(table)
+    console.print(f"platform default: {platform_default()}")
+    for name, here in {one.name: one.here for one in sets}.items():
+        console.print(f"{name}: {here}")
     write_json(
         json_file,
-        {n: {"features": sorted(s.capabilities.features), "providers": dict(s.providers())} for n, s in sets.items()},
+        {
+            one.title: {
+                "name": one.name,
+                "features": sorted(one.capabilities.features),
+                "support": dict(one.support),
+                "providers": one.providers and dict(one.providers),
+                "here": one.here,
+            }
+            for one in sets
+        },
     )
+
+
+@app.command()
+def doctor(json_file: JsonFile = None) -> None:
+    """What is on this host, what is missing for which feature, and the next step."""
+    # An installed torch_npu without CANN breaks `import torch`, and that is what the doctor is asked about.
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    from rich.console import Console
+    from rich.table import Table
+
+    from rollout.doctor import examine
+
+    findings = examine()
+    table = Table()
+    for column in ("part", "state", "found"):
+        table.add_column(column, overflow="fold", min_width=len(column))
+    for finding in findings:
+        table.add_row(finding.part, finding.state, finding.found)
+    console = Console()
+    console.print(table)
+    for finding in findings:
+        if finding.next_step:
+            console.print(f"{finding.part} (for {finding.needed_for}): {finding.next_step}", soft_wrap=True)
+    write_json(json_file, {f.part: f.as_dict() for f in findings})
+    if any(f.state == "broken" for f in findings):
+        raise typer.Exit(1)
 
 
 def _register_bridge() -> None:

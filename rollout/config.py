@@ -51,6 +51,13 @@ class KernelSettings(_Section):
     """Which kernel set computes."""
 
     name: str = Field("auto", min_length=1, description='Name of a kernel set; "auto": what the platform has.')
+    attention_plan: Literal["auto", "plain", "tile_aligned", "row_by_row", "fused_infer"] = Field(
+        "auto",
+        description="How the npu set calls attention; auto: what the installed flash_attn_npu needs to be exact.",
+    )
+    invariant_ops: Literal["auto", "batch_invariant_ops", "fixed_shape"] = Field(
+        "auto", description="Products and reductions of the npu set; auto: the Ascend package if it is installed."
+    )
 
 
 class EngineSettings(_Section):

@@ -17,6 +17,7 @@ import torch
 from rollout.attention import paged_step
 from rollout.batch import StepBatch, build_batch
 from rollout.detokenize import Detokenizer
+from rollout.device_sampler import DeviceTokenSampler
 from rollout.errors import DuplicateRequest, InvalidRequest, NotFound, ParityError, RolloutError
 from rollout.given_scores import GivenScores
 from rollout.kernels.base import KVLayout
@@ -109,7 +110,8 @@ class Engine:
         )
         self._decoder = model.kernels.decoder(model.hf, spec.context_length) if fused else None
         self._tokenizer = tokenizer
-        self._sampler = TokenSampler(spec.vocab_size)
+        sampler = DeviceTokenSampler if model.kernels.device_logprobs else TokenSampler
+        self._sampler = sampler(spec.vocab_size)
         self._live: dict[str, Sequence] = {}
         self.num_steps = self.num_rows = 0
         self._undefined = self._undefined_ids()
@@ -278,7 +280,7 @@ class Engine:
             rows = batch.input_ids, batch.positions, batch.slots
             return self._decoder.hidden_states(*rows, self.store, *tables, batch.output_rows)
         step = paged_step(self.model.kernels, self.store, batch.slots, *tables)
-        return self.model.hidden_states(batch.input_ids, batch.positions, step)[batch.output_rows]
+        return self.model.hidden_states(batch.input_ids, batch.positions, step)[batch.output_rows.to(self.model.device)]
 
     def _emit(self, batch: StepBatch, hidden: torch.Tensor, events: list[Event]) -> None:
         logits = self.model.logits(hidden) if self._decoder is None else self._decoder.logits(hidden)

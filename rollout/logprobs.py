@@ -33,7 +33,7 @@ def policy_logprob_rows(logits: torch.Tensor, temperatures: torch.Tensor, vocab_
     """
     rows = logits[:, :vocab_size].to(torch.float32)
     # A tensor divisor on every path: dividing by a Python number may multiply by its reciprocal on some devices.
-    return torch.log_softmax(rows / temperatures.to(torch.float32)[:, None], dim=-1)
+    return torch.log_softmax(rows / temperatures.to(rows.device, torch.float32)[:, None], dim=-1)
 
 
 def policy_logprobs(
@@ -41,7 +41,7 @@ def policy_logprobs(
 ) -> torch.Tensor:
     """Log-probs of given tokens: logits [N, >= V], token_ids int64 [N], temperatures float32 [N] -> float32 [N]."""
     rows = policy_logprob_rows(logits, temperatures, vocab_size)
-    return rows.gather(1, token_ids[:, None])[:, 0]
+    return rows.gather(1, token_ids.to(rows.device)[:, None])[:, 0]
 
 
 def row_digests(logits: torch.Tensor, vocab_size: int) -> UInt64Array:

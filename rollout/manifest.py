@@ -11,13 +11,16 @@ from collections.abc import Mapping
 
 import torch
 
+from rollout.kernels.npu.environment import TABLE as NPU_ENVIRONMENT
 from rollout.model import SharedModel, config_digest_source
 from rollout.types import LogprobMode
 from rollout.weights import dtype_name
 
 LIBRARIES = ("torch", "transformers", "numpy", "numba")
-ENVIRONMENT = ("HCCL_DETERMINISTIC", "LCCL_DETERMINISTIC", "CLOSE_MATMUL_K_SHIFT", "ATEN_CPU_CAPABILITY", "MKL_CBWR")
+ENVIRONMENT = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", *(v.name for v in NPU_ENVIRONMENT if v.changes_bits))
 """Variables that select kernels or orders; empty where unset."""
+HOST_ENVIRONMENT = tuple(v.name for v in NPU_ENVIRONMENT if not v.changes_bits)
+"""Recorded beside them; the two sides may differ in these."""
 
 
 def build_manifest(model: SharedModel) -> dict[str, str]:
@@ -41,6 +44,7 @@ def build_manifest(model: SharedModel) -> dict[str, str]:
     manifest |= {f"kernels.op.{op}": provider for op, provider in kernels.providers().items()}
     manifest |= {f"library.{name}": importlib.metadata.version(name) for name in LIBRARIES}
     manifest |= {f"environment.{name}": os.environ.get(name, "") for name in ENVIRONMENT}
+    manifest |= {f"host.environment.{name}": os.environ.get(name, "") for name in HOST_ENVIRONMENT}
     return dict(sorted(manifest.items()))
 
 

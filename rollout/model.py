@@ -123,7 +123,10 @@ class SharedModel:
     def hidden_states(self, input_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Final hidden states of packed rows: input_ids, positions int64 [T] -> [T, hidden]. Call in invariant mode."""
         out = self._decoder(
-            input_ids=input_ids[None], position_ids=positions[None], use_cache=False, attention_step=step
+            input_ids=input_ids.to(self.device)[None],
+            position_ids=positions.to(self.device)[None],
+            use_cache=False,
+            attention_step=step,
         )
         hidden: torch.Tensor = out.last_hidden_state[0]
         return hidden
@@ -132,6 +135,11 @@ class SharedModel:
         """lm_head in the model's dtype: [N, hidden] -> [N, >= vocab_size]."""
         result: torch.Tensor = self._head(hidden)
         return result
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights and activations are; ids, positions and tables may come from the host."""
+        return self.kernels.device
 
     @property
     def head_dtype(self) -> torch.dtype:
@@ -185,6 +193,9 @@ def load_model(
         hf = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=register_interface())
     hf.eval()
     hf.requires_grad_(trainable)
+    module: torch.nn.Module = hf
+    module.to(kernels.device)
+    kernels.adapt(hf)
     spec = ModelSpec(
         name=folder.name,
         vocab_size=int(config.vocab_size),

@@ -13,6 +13,8 @@ from ray.exceptions import RayActorError, RayTaskError
 from rollout import tracing
 from rollout.config import Settings
 from rollout.errors import ReplicaUnavailable, RolloutError
+from rollout.kernels.npu import environment
+from rollout.kernels.registry import kernel_name
 from rollout.openmp import spin_setting
 from rollout.worker import Worker, WorkerInfo
 
@@ -111,6 +113,8 @@ class ActorWorker(Worker):
 def actor_options(settings: Settings) -> Mapping[str, Any]:
     """Ray options of one worker: CPUs and resources as configured, no silent restarts, short OpenMP waits."""
     resources = dict(settings.worker.resources)
+    # Read by the NPU's libraries when they start, so they belong to the process from its first moment.
+    determinism = environment.required() if kernel_name(settings.kernels.name) == "npu" else {}
     return {
         "num_cpus": settings.worker.num_cpus,
         "resources": resources,
@@ -121,6 +125,7 @@ def actor_options(settings: Settings) -> Mapping[str, Any]:
                 "OMP_NUM_THREADS": str(settings.engine.threads),
                 **spin_setting(),
                 "TOKENIZERS_PARALLELISM": "false",
+                **determinism,
             }
         },
     }

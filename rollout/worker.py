@@ -15,7 +15,7 @@ from rollout.detokenize import Detokenizer
 from rollout.engine import Engine, Event
 from rollout.engine_thread import EngineThread
 from rollout.errors import NotFound, ReplicaUnavailable, RolloutError
-from rollout.kernels.registry import resolve_kernels
+from rollout.kernels.registry import kernels_of
 from rollout.manifest import build_manifest
 from rollout.model import DTYPES, SharedModel, load_model
 from rollout.sample_spans import SampleSpans
@@ -52,7 +52,7 @@ class WorkerInfo:
 
 def load_served_model(settings: Settings, path: Path) -> SharedModel:
     """The model a service with these settings serves: kernel set resolved once, from here on known by its name."""
-    kernels = resolve_kernels(settings.kernels.name, page_size=settings.engine.page_size)
+    kernels = kernels_of(settings)
     return load_model(
         path, dtype=DTYPES[settings.model.dtype], kernels=kernels, context_length=settings.model.context_length
     )

@@ -133,7 +133,7 @@ class TrainingForward:
         """
         batch = pack(samples)
         step = PackedStep(self.model.kernels, batch.cu_seqlens)
-        hidden = self.model.hidden_states(batch.input_ids, batch.positions, step)[batch.rows]
+        hidden = self.model.hidden_states(batch.input_ids, batch.positions, step)[batch.rows.to(self.model.device)]
         parts: list[torch.Tensor] = []
         hashed: list[UInt64Array] = []
         for start in range(0, len(batch.targets), HEAD_ROWS):
@@ -169,8 +169,8 @@ def unpad(
     samples: list[TrainingSample] = []
     for b in range(input_ids.size(0)):
         real = attention_mask[b].bool()
-        ids = input_ids[b][real].numpy().astype(np.int32)
-        generated = response_mask[b][real].numpy().astype(bool)
+        ids = input_ids[b][real].cpu().numpy().astype(np.int32)
+        generated = response_mask[b][real].cpu().numpy().astype(bool)
         length = int(generated.sum())
         if int(response_mask[b].sum()) != length:
             raise InvalidRequest(f"row {b}: response_mask marks a padded position", field="response_mask")

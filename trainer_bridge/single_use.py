@@ -12,7 +12,7 @@ import torch
 from rollout.assets import prepare_model
 from rollout.config import Settings
 from rollout.errors import InvalidRequest
-from rollout.kernels.registry import resolve_kernels
+from rollout.kernels.registry import kernels_of
 from rollout.model import DTYPES, load_model
 from rollout.types import SamplingParams
 from trainer_bridge.aio_client import AsyncRolloutClient
@@ -92,7 +92,7 @@ async def generate_rollouts(
 def compare_rollouts(path: Path, settings: Settings, *, micro_batch: int) -> Comparison:
     """Score every record of a file with the training forward of the configured model, and compare."""
     records = [r for r in read_rollouts(path) if len(r.token_ids)]
-    kernels = resolve_kernels(settings.kernels.name, page_size=settings.engine.page_size)
+    kernels = kernels_of(settings)
     model = load_model(prepare_model(settings.model.path), dtype=DTYPES[settings.model.dtype], kernels=kernels)
     forward = TrainingForward(model)
     scored: list[ScoredSample] = []
@@ -104,7 +104,7 @@ def compare_rollouts(path: Path, settings: Settings, *, micro_batch: int) -> Com
             for record, logprobs, hashed in zip(part, out.split(), out.split_digests(), strict=True):
                 scored.append(
                     record.scored(
-                        logprobs.numpy(), trainer_digests=hashed if record.row_digests is not None else None
+                        logprobs.cpu().numpy(), trainer_digests=hashed if record.row_digests is not None else None
                     )
                 )  # fmt: skip
     return compare_samples(scored)

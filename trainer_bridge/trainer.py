@@ -69,10 +69,10 @@ class Trainer:
                 out = self.forward([b.sample for b in part], digests=digests)
                 ratio = torch.exp(out.logprobs - out.logprobs.detach())
                 weight = np.repeat(np.array([b.advantage for b in part], np.float32), out.lengths)
-                loss = -(ratio * torch.from_numpy(weight)).sum() / total
+                loss = -(ratio * torch.from_numpy(weight).to(ratio.device)).sum() / total
                 loss.backward()
                 loss_sum += float(loss.detach())
-                logprobs += [t.detach().numpy() for t in out.split()]
+                logprobs += [t.detach().cpu().numpy() for t in out.split()]
                 hashed += out.split_digests()
         self._step()
         return ScoredBatch(tuple(logprobs), tuple(hashed), loss_sum)

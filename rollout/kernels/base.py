@@ -79,6 +79,26 @@ class KVStore(ABC):
         """Fill everything with NaN: what is read without having been written then shows."""
 
 
+class BoundPaged(Protocol):
+    """A rollout step's attention with lengths and tables prepared once; every layer uses it."""
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k and v [T, H_kv, D] of this step's rows."""
+        ...
+
+    def read(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attend q [T, H, D] to what is cached, this step's rows included -> [T, H, D]."""
+        ...
+
+
+class BoundPacked(Protocol):
+    """A training pass's attention, prepared once."""
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """q [T, H, D], k and v [T, H_kv, D] of this pass's rows -> [T, H, D]; differentiable."""
+        ...
+
+
 class Decoder(Protocol):
     """A kernel set's own forward of a rollout step: the bits of the modules in invariant mode, fewer operations."""
 
@@ -116,6 +136,12 @@ class KernelSet(ABC):
     capabilities: ClassVar[Capabilities]
     page_size: int
     """Tokens per KV page; also the block in which attention reduces keys."""
+    device: torch.device = torch.device("cpu")
+    """Where weights, activations and KV live. Tables and lengths of a step are host tensors on every set."""
+
+    device_logprobs: ClassVar[bool] = False
+    """C1 is the device's own log_softmax in invariant mode: the sampler takes its rows and never computes them
+    again."""
 
     @abstractmethod
     def allocate_kv(self, layout: KVLayout) -> KVStore:
@@ -160,6 +186,25 @@ class KernelSet(ABC):
     ) -> torch.Tensor:
         """FA3 ``flash_attn_varlen_func``: q [T, H, D]; k, v [S, H_kv, D]; differentiable. Bits as the paged call's."""
 
+    def bind_paged(
+        self,
+        store: KVStore,
+        slots: torch.Tensor,
+        page_table: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+    ) -> BoundPaged:
+        """Prepare a rollout step: each layer writes its rows to ``slots`` (int64 [T]), then attends to the pages."""
+        return _PagedCalls(self, store, slots, page_table, cache_seqlens, cu_seqlens_q)
+
+    def bind_packed(self, cu_seqlens: torch.Tensor) -> BoundPacked:
+        """Prepare a training pass over packed whole sequences: ``attention_varlen``, layer by layer."""
+        return _PackedCalls(self, cu_seqlens)
+
+    def adapt(self, hf: Any) -> None:
+        """Bind this set's own operators to modules of a loaded Hugging Face model; both sides load through it."""
+        return None
+
     def decoder(self, hf: Any, context_length: int) -> Decoder | None:
         """An accelerated forward of this Hugging Face model for the rollout's side, or None to run its modules."""
         return None
@@ -180,3 +225,38 @@ class KernelSet(ABC):
                 f"{wanted_by} needs {feature} ({FEATURES[feature]}), which kernel set {self.name!r} does not support; "
                 f"it supports: {options}"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _PagedCalls:
+    kernels: KernelSet
+    store: KVStore
+    slots: torch.Tensor
+    page_table: torch.Tensor
+    cache_seqlens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.store.write(layer, k, v, self.slots)
+
+    def read(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+        return self.kernels.attention_with_kvcache(
+            q,
+            self.store,
+            layer,
+            page_table=self.page_table,
+            cache_seqlens=self.cache_seqlens,
+            cu_seqlens_q=self.cu_seqlens_q,
+            softmax_scale=scale,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedCalls:
+    kernels: KernelSet
+    cu_seqlens: torch.Tensor
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        return self.kernels.attention_varlen(
+            q, k, v, cu_seqlens_q=self.cu_seqlens, cu_seqlens_k=self.cu_seqlens, softmax_scale=scale
+        )

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from rollout import cli
 from trainer_bridge.cli import register
 
-VERBS = {"compare", "config", "dashboard", "demo", "generate", "kernels", "runs", "serve", "submit"}
+VERBS = {"compare", "config", "dashboard", "demo", "doctor", "generate", "kernels", "runs", "serve", "submit"}
 if not any(c.callback is not None and c.callback.__name__ == "demo" for c in cli.app.registered_commands):
     register(cli.app)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout.config import Settings
-from rollout.kernels.registry import resolve_kernels
+from rollout.kernels.registry import kernels_of
 from rollout.manifest import build_manifest
 from rollout.model import DTYPES, load_model
 from rollout.serving import Service, running_service
@@ -69,7 +69,7 @@ class DemoRun:
         self._service = service
         self._options = options
         self._view = view
-        kernels = resolve_kernels(settings.kernels.name, page_size=settings.engine.page_size)
+        kernels = kernels_of(settings)
         model = load_model(
             service.model_path, dtype=DTYPES[settings.model.dtype], kernels=kernels, trainable=True
         )  # fmt: skip

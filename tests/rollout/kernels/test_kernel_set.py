@@ -6,22 +6,46 @@ import pytest
 import torch
 
 from rollout.errors import ConfigError, UnsupportedFeature
+from rollout.kernels import registry
 from rollout.kernels.base import FEATURES, KVLayout
 from rollout.kernels.cpu.kernel_set import CpuKernelSet
-from rollout.kernels.registry import available, resolve_kernels
+from rollout.kernels.registry import available, columns, kernel_name, platform_default, resolve_kernels
 
 
 def test_resolution_order() -> None:
     assert resolve_kernels().name == resolve_kernels("auto").name == resolve_kernels("").name == "cpu"
     assert resolve_kernels("cpu", model_default="npu").name == "cpu"
-    with pytest.raises(UnsupportedFeature, match="'npu' is not in this build"):
-        resolve_kernels("auto", model_default="npu")
-    assert available() == ("cpu",)
+    with pytest.raises(UnsupportedFeature, match="'mps' is not in this build"):
+        resolve_kernels("auto", model_default="mps")
+    assert available() == ("cpu", "npu")
+
+
+def test_an_npu_host_gets_the_npu_set_or_the_reason_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never the CPU in silence: a device without its software is said."""
+    assert platform_default(lambda: ()) == "cpu" and platform_default(lambda: ("davinci0",)) == "npu"
+    monkeypatch.setattr(registry, "platform_default", lambda: "npu")
+    assert kernel_name() == "npu" and kernel_name("cpu") == "cpu" and kernel_name(model_default="cpu") == "cpu"
+    with pytest.raises(UnsupportedFeature, match="needs torch_npu, which is not installed"):
+        resolve_kernels()
+    assert resolve_kernels("cpu").name == "cpu"
+
+
+def test_options_of_another_set_are_refused() -> None:
+    with pytest.raises(ConfigError, match="attention_plan=plain, which kernel set 'cpu' does not have"):
+        resolve_kernels("cpu", attention_plan="plain")
+
+
+def test_columns_of_every_set_without_a_device() -> None:
+    """What ``zerodrift kernels`` prints."""
+    cpu, *npu = columns()
+    assert cpu.here == "ready" and cpu.providers is not None and cpu.support["causal"] == "yes"
+    assert len(npu) == 2 and all(set(c.support) == set(FEATURES) for c in (cpu, *npu))
+    assert all(c.providers is None and "torch_npu" in c.here for c in npu)
 
 
 @pytest.mark.parametrize("name", ["cuda", "CPU", "fa3"])
 def test_an_unknown_set_is_never_replaced(name: str) -> None:
-    with pytest.raises(UnsupportedFeature, match=f"{name}.*available: cpu") as caught:
+    with pytest.raises(UnsupportedFeature, match=f"{name}.*available: cpu, npu") as caught:
         resolve_kernels(name)
     assert caught.value.field == "kernels.name"
 
