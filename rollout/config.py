@@ -64,6 +64,8 @@ class EngineSettings(_Section):
     threads: int = Field(1, ge=1, description="CPU threads of one engine.")
     chunk_size: int = Field(256, ge=1, description="Most prompt tokens of one sample in one step.")
     prefix_cache: bool = Field(True, description="Whether full KV pages are shared and kept for equal prefixes.")
+    strict: bool = Field(False, description="Serve only with a certificate of `zerodrift certify` that matches and holds.")
+    certificate: str | None = Field(None, description="File of that certificate; null: where certify puts it.")
 
     @model_validator(mode="after")
     def _whole_pages(self) -> Self:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from rollout.certify.certificate import require_certificate
 from rollout.config import Settings
 from rollout.detokenize import Detokenizer
 from rollout.engine import Engine, Event
@@ -70,6 +71,10 @@ class Worker:
         folder = Path(path)
         model = load_served_model(settings, folder)
         engine = settings.engine
+        self._manifest = build_manifest(model)
+        if engine.strict:
+            file = Path(engine.certificate) if engine.certificate is not None else None
+            require_certificate(self._manifest, path=file, threads=engine.threads)
         limits = SchedulerLimits(
             engine.max_batch_tokens, engine.max_running, engine.max_waiting, engine.chunk_size, engine.page_size
         )
@@ -81,7 +86,6 @@ class Worker:
             name=name,
             prefix_cache=engine.prefix_cache,
         )
-        self._manifest = build_manifest(model)
         self._thread = EngineThread(self._engine, WeightState(0, model_digest(model)), threads=engine.threads)
         self._thread.start()
 

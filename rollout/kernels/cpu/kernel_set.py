@@ -13,14 +13,16 @@ import torch
 from rollout.errors import ConfigError, InvalidRequest, UnsupportedFeature
 from rollout.kernels.base import Capabilities, Decoder, KernelSet, KVLayout, KVStore
 from rollout.kernels.cpu import invariant
-from rollout.kernels.cpu.attention import paged_attention
+from rollout.kernels.cpu.attention import LANES, paged_attention
 from rollout.kernels.cpu.attention_backward import attention_backward
 from rollout.kernels.cpu.compiler import source_digest
 from rollout.kernels.cpu.decoder import ARCHITECTURES as FUSED_ARCHITECTURES
 from rollout.kernels.cpu.decoder import FusedDecoder
+from rollout.kernels.cpu.linear import packed_least_rows
 from rollout.kernels.cpu.parallel import run_split
 from rollout.kernels.cpu.plan import QUERY_TILE, WORTH_A_THREAD, plan_attention
 from rollout.kernels.cpu.store import CpuKVStore
+from rollout.kernels.edges import LengthEdge, page_edge
 
 
 def _attend(
@@ -181,6 +183,25 @@ class CpuKernelSet(KernelSet):
     def invariant_mode(self) -> contextlib.AbstractContextManager[None]:
         """Process-wide, reentrant, safe across threads; see ``invariant``."""
         return invariant.invariant_mode()
+
+    def length_edges(self) -> tuple[LengthEdge, ...]:
+        """Pages, which are the blocks keys are reduced in; tiles of query rows; lanes of the row sum."""
+        return (
+            page_edge(self.page_size),
+            LengthEdge(QUERY_TILE, 0, 0, "query tile"),
+            LengthEdge(LANES, 0, 0, "lanes of the row sum"),
+        )
+
+    @torch.no_grad()
+    def measured_plan(self, hf: Any) -> Mapping[str, str]:
+        """From how many rows on each linear shape runs packed, and the row padding of the others."""
+        plan: dict[str, str] = {"linear.row_padding": str(invariant.ROW_TILE)}
+        linears = [module for module in hf.modules() if isinstance(module, torch.nn.Linear)]
+        for layer in {(m.out_features, m.in_features, m.bias is None): m for m in linears}.values():
+            least = packed_least_rows(layer.out_features, layer.in_features, layer.bias, layer.weight.dtype)
+            key = f"linear.{layer.out_features}x{layer.in_features}"
+            plan[key] = "plain, padded" if least is None else f"packed from {least} rows"
+        return plan
 
     def providers(self) -> Mapping[str, str]:
         """See ``KernelSet.providers``."""
