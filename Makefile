@@ -13,10 +13,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 STAMP := $(VENV)/.installed
-PROTO := proto/rollout/v1/rollout.proto
+PROTO := $(wildcard proto/rollout/v1/*.proto)
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto
 
-.PHONY: help setup model demo test test-slow lint fix proto schema bench
+.PHONY: help setup model demo test test-slow explain-suite lint fix proto schema bench
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,6 +42,9 @@ test: model ## every test not marked slow
 
 test-slow: model ## the tests marked slow (none so far)
 	@$(BIN)/python -m pytest -x -q -m slow || [ $$? -eq 5 ]
+
+explain-suite: model ## the planted faults: verdict of `zerodrift explain`, right or wrong, time
+	@$(BIN)/python -m tests.explain.suite
 
 lint: setup ## ruff, mypy, import order, buf, freshness of generated files
 	@$(BIN)/ruff check

@@ -127,8 +127,10 @@ def kernels(json_file: JsonFile = None) -> None:
 
 def _register_bridge() -> None:
     """Verbs of the trainer's side live with it."""
+    from rollout.cli_certify import register as register_certify
     from trainer_bridge.cli import register
 
+    register_certify(app)
     register(app)
 
 

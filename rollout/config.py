@@ -64,7 +64,12 @@ class EngineSettings(_Section):
     threads: int = Field(1, ge=1, description="CPU threads of one engine.")
     chunk_size: int = Field(256, ge=1, description="Most prompt tokens of one sample in one step.")
     prefix_cache: bool = Field(True, description="Whether full KV pages are shared and kept for equal prefixes.")
-    strict: bool = Field(False, description="Serve only with a certificate of `zerodrift certify` that matches and holds.")
+    activation_log: str | None = Field(
+        None, description="File for digests of keys and values of every ended sample; {name}: the replica."
+    )
+    strict: bool = Field(
+        False, description="Serve only with a certificate of `zerodrift certify` that matches and holds."
+    )
     certificate: str | None = Field(None, description="File of that certificate; null: where certify puts it.")
 
     @model_validator(mode="after")
@@ -96,6 +101,7 @@ class ServerSettings(_Section):
     max_message_bytes: int = Field(268435456, ge=65536, le=2**31 - 1, description="Largest message, both ways.")
     max_concurrent_rpcs: int = Field(4096, ge=1, description="Most calls at a time.")
     max_n: int = Field(256, ge=1, description="Most samples one request may ask for.")
+    debug: bool = Field(False, description="Serve taps and weights to `zerodrift explain --address`.")
     reflection: bool = Field(True, description="Whether gRPC reflection is served.")
     allow_insecure: bool = Field(False, description="Allow a host other than loopback without TLS.")
     drain_s: float = Field(30, ge=0, description="Seconds that running calls get at shutdown.")

@@ -97,7 +97,7 @@ def attend(
     """Causal attention: q [H, Tq, D] are rows first, first + 1, ... of k, v [H_kv, T, D] -> [H, Tq, D].
 
     Args:
-        window: how many keys a row sees at most; 0 is all. shift: how many keys too many (or, negative, too few) it sees.
+        window: how many keys a row sees at most; 0 is all. shift: how many keys too many (negative: too few) it sees.
     """
     group = q.shape[0] // k.shape[0]
     row = torch.arange(first, first + q.shape[1])[:, None]

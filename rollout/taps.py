@@ -9,7 +9,6 @@ server can answer between two steps.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from rollout.activation_log import digest_rows
 from rollout.attention import AttentionStep, PackedStep, PagedStep
 from rollout.errors import InvalidRequest
 from rollout.kernels.base import Decoder, KVLayout
@@ -61,13 +61,6 @@ class Trace:
     """tap -> uint64 [S]; 0 where a row was not computed"""
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """tap -> [S, ...] in the dtype it was computed in; ``logits`` only rows from ``logits_from`` on"""
-
-
-def digest_rows(rows: torch.Tensor) -> UInt64Array:
-    """64-bit BLAKE2b of each row's bytes: [T, ...] -> uint64 [T]."""
-    flat = rows.detach().reshape(len(rows), -1).contiguous().view(torch.uint8).cpu().numpy()
-    found = (hashlib.blake2b(row.data, digest_size=8).digest() for row in flat)
-    return np.fromiter((int.from_bytes(d, "little") for d in found), dtype=np.uint64, count=len(flat))
 
 
 @dataclass(slots=True)

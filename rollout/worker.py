@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from rollout.activation_log import ActivationLog
 from rollout.certify.certificate import require_certificate
 from rollout.config import Settings
 from rollout.detokenize import Detokenizer
@@ -20,6 +21,7 @@ from rollout.kernels.registry import resolve_kernels
 from rollout.manifest import build_manifest
 from rollout.model import DTYPES, SharedModel, load_model
 from rollout.scheduler import SchedulerLimits
+from rollout.taps import Trace, Tracer, TraceRequest
 from rollout.types import (
     ReplicaLoad,
     SampleRequest,
@@ -86,6 +88,8 @@ class Worker:
             name=name,
             prefix_cache=engine.prefix_cache,
         )
+        if engine.activation_log is not None:
+            self._engine.activation_log = ActivationLog(Path(engine.activation_log.replace("{name}", name)))
         self._thread = EngineThread(self._engine, WeightState(0, model_digest(model)), threads=engine.threads)
         self._thread.start()
 
@@ -118,6 +122,22 @@ class Worker:
         """Parameter name -> digest, hex; computed between steps."""
         model = self._engine.model
         return await self._do(lambda: {n: digest_of(n, p).hex() for n, p in model.parameters()})
+
+    async def trace(self, request: TraceRequest) -> Trace:
+        """Replay a sequence with taps, on pages of its own, between steps."""
+        tracer = Tracer(self._engine.model, self._engine.decoder)
+        return await self._do(lambda: tracer.trace(request))
+
+    async def tensor(self, name: str) -> torch.Tensor:
+        """A copy of a parameter as it is served."""
+
+        def copy() -> torch.Tensor:
+            found = dict(self._engine.model.parameters()).get(name)
+            if found is None:
+                raise NotFound(f"the model has no parameter {name!r}", field="name")
+            return found.detach().clone()
+
+        return await self._do(copy)
 
     # ---- requests -----------------------------------------------------------------------------------------------
 

@@ -70,7 +70,9 @@ class _Pages:
         return list(out.split([last - first for first, last in rows]))
 
 
-def _varlen(subject: Subject, parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], scale: float) -> torch.Tensor:
+def _varlen(
+    subject: Subject, parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], scale: float
+) -> torch.Tensor:
     q, k, v = (torch.cat([part[i] for part in parts]) for i in range(3))
     cu = _edges([len(part[0]) for part in parts])
     return subject.kernels.attention_varlen(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, softmax_scale=scale)

@@ -127,7 +127,7 @@ def require_certificate(manifest: Mapping[str, str], *, path: Path | None, threa
         threads: CPU threads the engine will use.
 
     Raises:
-        CertificateError: there is none, it was edited, does not hold, belongs to another manifest or tried other threads.
+        CertificateError: none, an edited one, one that does not hold, of another manifest or of other threads.
     """
     digest = manifest_digest(manifest)
     where = path or default_path(digest)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.explain.bench import Bench, fault, fed
 from tests.engines import random_prompt
+from tests.explain.bench import Bench, fault, fed
 from trainer_bridge.explain.case import Case
 from trainer_bridge.explain.findings import Cause
 from trainer_bridge.rollout_record import RolloutRecord
@@ -76,7 +76,9 @@ def _(bench: Bench) -> Case:
     return bench.case(record, case.trainer_logprobs, fed=fed(record, token_ids=ids, positions=None))
 
 
-@fault("the template's last token missing, not on record", INPUTS, "position", "template", words="last token is missing")
+@fault(
+    "the template's last token missing, not on record", INPUTS, "position", "template", words="last token is missing"
+)
 def _(bench: Bench) -> Case:
     record = bench.record()
     ids = ids_of(record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollout.assets import tiny_model
+from rollout.assets import DEFAULT_MODEL, prepare_model, tiny_model
 from tests.engines import random_prompt
 from tests.explain import faults_inputs, faults_numerics, faults_semantics, faults_weights
 from tests.explain.bench import FAULTS, Bench, Fault, one_thread
@@ -48,6 +49,28 @@ class Outcome:
         )
 
 
+REAL = {
+    "one stale tensor": {},
+    "positions counted from the left padding, not on record": {},
+    "temperature rounded to bfloat16": {},
+    "the sampled EOS masked": {},
+    "one norm's eps, in bfloat16": {},
+    "RoPE theta": {"words": "theta 1e\\+06 instead of 100000"},
+    "SDPA instead of flash attention, in bfloat16": {"place": r"layers\.\d+\.attention"},
+    "fused add_rms_norm: one rounding less": {},
+    "unpadded product at few rows, trainer": {},
+    "GELU instead of SiLU": {},
+}
+"""Faults that are planted in SmolLM2-135M-Instruct too, and what reads otherwise there."""
+
+
+def real_faults() -> list[Fault]:
+    """The faults of ``REAL`` on the real model in bfloat16."""
+    return [
+        dataclasses.replace(fault, model="smollm2-bf16", **REAL[fault.name]) for fault in FAULTS if fault.name in REAL
+    ]
+
+
 class Models:
     """Folders of the suite's models, made once."""
 
@@ -59,9 +82,14 @@ class Models:
         """A fresh pair of sides on "qwen3-fp32" and the like."""
         kind, _, dtype = name.partition("-")
         if kind not in self._paths:
-            target = self._folder / f"tiny-{kind}"
-            self._paths[kind] = tiny_qwen2(target) if kind == "qwen2" else tiny_model(kind, target)  # type: ignore[arg-type]
-        return Bench(self._paths[kind], DTYPES[dtype])
+            self._paths[kind] = self._make(kind)
+        return Bench(self._paths[kind], DTYPES[dtype], page=128 if kind == "smollm2" else 16)
+
+    def _make(self, kind: str) -> Path:
+        target = self._folder / f"tiny-{kind}"
+        if kind == "smollm2":
+            return prepare_model(DEFAULT_MODEL)
+        return tiny_qwen2(target) if kind == "qwen2" else tiny_model(kind, target)  # type: ignore[arg-type]
 
 
 def run_fault(fault: Fault, models: Models) -> Outcome:
@@ -80,7 +108,13 @@ def clean_runs(models: Models, count: int) -> Iterator[Explanation]:
     Every question is asked, although all log-probs are equal.
     """
     kinds = ("qwen3-fp32", "llama-bf16", "qwen3-bf16", "llama-fp32", "qwen2-fp32")
-    settings: tuple[dict[str, float], ...] = ({}, {"temperature": 1.0}, {"top_k": 7}, {"temperature": 0.0}, {"top_p": 0.8})
+    settings: tuple[dict[str, float], ...] = (
+        {},
+        {"temperature": 1.0},
+        {"top_k": 7},
+        {"temperature": 0.0},
+        {"top_p": 0.8},
+    )
     benches = {kind: models.bench(kind) for kind in kinds}
     for i in range(count):
         bench = benches[kinds[i % len(kinds)]]
@@ -88,6 +122,12 @@ def clean_runs(models: Models, count: int) -> Iterator[Explanation]:
         company = tuple(random_prompt(3 + i % 5, 900 + i) for _ in range(i % 3))
         values = bench.score(record, company=company)
         yield bench.explain(bench.case(record, values, trainer_company=company), thorough=True)
+
+
+def mean_seconds(outcomes: list[Outcome], *, real: bool) -> float:
+    """Mean processor seconds of a verdict on the real model, or on the tiny ones."""
+    found = [o.cpu_s for o in outcomes if o.fault.model.startswith("smollm2") == real]
+    return sum(found) / len(found)
 
 
 def main() -> int:
@@ -99,7 +139,7 @@ def main() -> int:
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as folder, one_thread():
         models = Models(Path(folder))
-        for fault in FAULTS:
+        for fault in [*FAULTS, *real_faults()]:
             outcome = run_fault(fault, models)
             outcomes.append(outcome)
             mark = Text("right", style="green") if outcome.right else Text("WRONG", style="bold red")
@@ -107,10 +147,10 @@ def main() -> int:
         alarms = [e for e in clean_runs(models, 100) if e.cause is not Cause.NONE]
     console.print(table)
     right = sum(o.right for o in outcomes)
-    mean = sum(o.cpu_s for o in outcomes) / len(outcomes)
     console.print(
-        f"{right} of {len(outcomes)} verdicts right ({100 * right / len(outcomes):.1f} %), mean {mean:.2f} CPU s; "
-        f"{len(alarms)} false alarms in 100 clean runs"
+        f"{right} of {len(outcomes)} verdicts right ({100 * right / len(outcomes):.1f} %), {len(alarms)} false alarms "
+        f"in 100 clean runs; mean CPU s a verdict: {mean_seconds(outcomes, real=False):.2f} tiny models, "
+        f"{mean_seconds(outcomes, real=True):.2f} SmolLM2"
     )
     for alarm in alarms:
         console.print(verdict(alarm), style="red")

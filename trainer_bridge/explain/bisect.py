@@ -15,7 +15,6 @@ from rollout.taps import Trace, TraceRequest
 from trainer_bridge.explain.case import Case
 from trainer_bridge.explain.sides import Side
 
-
 _ALONE = 16
 """Rows before the mismatch that are computed one at a time, as the pieces of a chunked prefill may have been."""
 

@@ -70,7 +70,9 @@ class Case:
         sampling = self.record.sampling
         found = sampling.temperature if sampling is not None else self.record.temperature
         if found is None:
-            raise InvalidRequest("the record has no temperature; log-probs mean nothing without it", field="temperature")
+            raise InvalidRequest(
+                "the record has no temperature; log-probs mean nothing without it", field="temperature"
+            )
         return found
 
     @property

@@ -39,7 +39,9 @@ def _ids(case: Case) -> Finding | None:
     ours = np.array((*case.prompt, *case.generated), np.int32)
     theirs = case.fed.token_ids
     if theirs is None:
-        sentence = f"the rollout generated {len(case.generated)} tokens, the trainer scored {len(case.trainer_logprobs)}"
+        sentence = (
+            f"the rollout generated {len(case.generated)} tokens, the trainer scored {len(case.trainer_logprobs)}"
+        )
         return Finding(Cause.INPUTS, "length", f"token {len(case.trainer_logprobs)}", sentence)
     if np.array_equal(ours, theirs):
         return None

@@ -107,7 +107,7 @@ def _weigh(
         found = left.side.tensor(name)
         return found if found is not None else right.side.tensor(name)
 
-    inputs = Inputs(place.tap, place.layer, ours, rows, left.request.token_ids, sizes, weight)
+    inputs = Inputs(place.tap, place.layer, ours, rows, left.request.token_ids, sizes, both[0].dtype, weight)
     a, b = (x[rows - offset] for x in both)
     options = variants(inputs)
     right_one = next(options, None)

@@ -25,9 +25,7 @@ def manifests(rollout: Side, trainer: Side, notes: Notebook) -> tuple[str, ...]:
     return lines
 
 
-def examine(
-    rollout: Side, trainer: Side, case: Case, notes: Notebook, config: Mapping[str, Any]
-) -> Finding | None:
+def examine(rollout: Side, trainer: Side, case: Case, notes: Notebook, config: Mapping[str, Any]) -> Finding | None:
     """Where the two forwards part; None: every replay agrees with every other."""
     first = case.first_mismatch
     last = len(case.fed_ids) - 1
@@ -52,9 +50,7 @@ def examine(
     return None
 
 
-def _fused(
-    rollout: Side, case: Case, place: Place | None, modules: Run, until: int, notes: Notebook
-) -> Finding | None:
+def _fused(rollout: Side, case: Case, place: Place | None, modules: Run, until: int, notes: Notebook) -> Finding | None:
     """Whether the rollout's own fast forward has the bits of the modules that it stands for."""
     if rollout.paths[0] != "fused":
         return None

@@ -27,6 +27,7 @@ class Inputs:
     """int64 rows to compute"""
     token_ids: tuple[int, ...]
     sizes: Sizes
+    dtype: torch.dtype
     weight: Callable[[str], torch.Tensor | None]
     """parameter name -> values"""
 
@@ -131,19 +132,21 @@ def _norms(x: Inputs) -> Iterator[Variant]:
         found = i.value(source)[i.rows]
         return _heads(found, i.sizes.head_dim) if name in ("q_norm", "k_norm") else found
 
-    yield Variant("", lambda i: oracle.rms_norm(rows(i), weight, i.sizes.eps))
+    def norm(i: Inputs, eps: float, scale: torch.Tensor = weight, centred: bool = False) -> torch.Tensor:
+        found = rows(i)
+        found = found - found.mean(-1, keepdim=True) if centred else found
+        # The architecture rounds before it multiplies; without that a small change of eps drowns in bfloat16.
+        return oracle.rms_norm(found, torch.ones_like(weight), eps).to(i.dtype).double() * scale
+
+    right = x.sizes.eps
+    yield Variant("", lambda i: norm(i, right))
     for eps in _EPSILONS:
-        if abs(eps - x.sizes.eps) > 1e-3 * x.sizes.eps:
-            yield Variant(
-                f"eps {eps:g} instead of {x.sizes.eps:g}", lambda i, e=eps: oracle.rms_norm(rows(i), weight, e)
-            )
+        if abs(eps - right) > 1e-3 * right:
+            yield Variant(f"eps {eps:g} instead of {right:g}", lambda i, e=eps: norm(i, e))
     yield Variant("the norm left out", rows)
-    yield Variant("the norm without its weight", lambda i: oracle.rms_norm(rows(i), torch.ones_like(weight), i.sizes.eps))
-    yield Variant("1 + weight", lambda i: oracle.rms_norm(rows(i), weight + 1, i.sizes.eps))
-    yield Variant(
-        "LayerNorm instead of RMSNorm",
-        lambda i: oracle.rms_norm(rows(i) - rows(i).mean(-1, keepdim=True), weight, i.sizes.eps),
-    )
+    yield Variant("the norm without its weight", lambda i: norm(i, right, torch.ones_like(weight)))
+    yield Variant("1 + weight", lambda i: norm(i, right, weight + 1))
+    yield Variant("LayerNorm instead of RMSNorm", lambda i: norm(i, right, weight, True))
 
 
 def _linears(x: Inputs, name: str) -> Iterator[Variant]:
@@ -227,9 +230,7 @@ def _attentions(x: Inputs) -> Iterator[Variant]:
         if tiled:
             group = q.size(0) // k.size(0)
             k, v = k.repeat(group, 1, 1), v.repeat(group, 1, 1)
-        outs = [
-            oracle.attend(q[:, r : r + 1], k, v, by, first=r, window=window, shift=shift) for r in i.rows.tolist()
-        ]
+        outs = [oracle.attend(q[:, r : r + 1], k, v, by, first=r, window=window, shift=shift) for r in i.rows.tolist()]
         return torch.cat(outs, 1).transpose(0, 1)
 
     yield Variant("", run)

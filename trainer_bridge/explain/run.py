@@ -1,4 +1,4 @@
-"""The questions in order of likelihood and cost: weights, inputs, semantics, numerics. The first answer is the verdict."""
+"""The questions in order of likelihood and cost: weights, inputs, semantics, numerics; the first answer decides."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ class _Questions:
             return (mask,)
         found_one = self._replayed()
         if found_one is None and first is None:
-            return (Finding(Cause.NONE, "equal", "", "log-probs, weights, inputs, readings and every tap hold equal bits"),)
+            return (
+                Finding(Cause.NONE, "equal", "", "log-probs, weights, inputs, readings and every tap hold equal bits"),
+            )
         return (found_one or self._unknown(),)
 
     def _temperature(self) -> Finding | None:
@@ -139,5 +141,7 @@ class _Questions:
         return self._rows(self._trainer, ids, positions).plain()
 
     def _unknown(self) -> Finding:
-        words = "the records differ, yet every replay of both sides gives the same bits: recorded under other conditions"
+        words = (
+            "the records differ, yet every replay of both sides gives the same bits: recorded under other conditions"
+        )
         return Finding(Cause.UNKNOWN, "not reproduced", "", words)

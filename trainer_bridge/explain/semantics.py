@@ -6,6 +6,7 @@ at every token, is what that side did; there is no tolerance in it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -169,7 +170,7 @@ def shifted(rows: Rows, values: Float32Array) -> Finding | None:
     for shift in (1, -1):
         here = slice(max(0, -shift), len(plain) - max(0, shift))
         there = slice(max(0, shift), len(plain) - max(0, -shift))
-        words = f"shifted by one: its value of token i is that of token i {'+' if shift > 0 else '-'} 1"
+        words = f"log-probs are shifted by one: its value of token i is that of token i {'+' if shift > 0 else '-'} 1"
         if _equal(values[here], plain[there]):
             return Finding(Cause.SEMANTICS, "shift", "every token", words, {"shift": shift})
         # Row i + shift read at the target of token i: logits and labels were not aligned.
@@ -194,8 +195,7 @@ def read(case: Case, rows: Rows, values: Float32Array, side: str) -> Finding | N
     found = shifted(rows, values)
     if found is None:
         return None
-    return Finding(found.cause, found.kind, found.place, f"on the {side}'s side log-probs are {found.sentence}"
-                   if found.sentence.startswith("shifted") else f"on the {side}'s side {found.sentence}", found.details)  # fmt: skip
+    return dataclasses.replace(found, sentence=f"on the {side}'s side {found.sentence}")
 
 
 def _holes(rows: Rows, values: Float32Array, mask: npt.NDArray[np.bool_], side: str) -> Finding | None:

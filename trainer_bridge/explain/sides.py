@@ -42,9 +42,7 @@ class Side(Protocol):
 class ModelSide:
     """A model in this process."""
 
-    def __init__(
-        self, name: str, model: SharedModel, *, training: bool, decoder: Decoder | None = None
-    ) -> None:
+    def __init__(self, name: str, model: SharedModel, *, training: bool, decoder: Decoder | None = None) -> None:
         """``training``: replay by the packed forward; else over pages, fused where ``decoder`` is given."""
         self.name = name
         self.model = model

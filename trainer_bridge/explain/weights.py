@@ -28,7 +28,10 @@ def examine(rollout: Side, trainer: Side, notes: Notebook) -> tuple[Finding, ...
         notes.note(STAGE, "same digest of every tensor?", f"all {len(left)} equal", True)
         return ()
     notes.note(
-        STAGE, "same digest of every tensor?", f"{len(unequal)} of {len(left)} differ, {len(missing)} on one side", False
+        STAGE,
+        "same digest of every tensor?",
+        f"{len(unequal)} of {len(left)} differ, {len(missing)} on one side",
+        False,
     )
     findings = [_absent(name, name in left, rollout, trainer) for name in missing]
     findings += _swapped(unequal, rollout, trainer) or [_how(name, rollout, trainer) for name in unequal[:_LOOKED_AT]]
@@ -85,7 +88,9 @@ def _how(name: str, rollout: Side, trainer: Side) -> Finding:
     return Finding(Cause.WEIGHTS, kind, name, words, details)
 
 
-def describe(a: torch.Tensor, b: torch.Tensor, left: str = "rollout", right: str = "trainer") -> tuple[str, str, dict[str, object]]:
+def describe(
+    a: torch.Tensor, b: torch.Tensor, left: str = "rollout", right: str = "trainer"
+) -> tuple[str, str, dict[str, object]]:
     """(kind, words, figures) of how tensor ``b`` differs from ``a``; they are not equal."""
     if a.shape != b.shape:
         return "shape", f"{left} holds {list(a.shape)}, {right} {list(b.shape)}", {}
@@ -100,7 +105,11 @@ def describe(a: torch.Tensor, b: torch.Tensor, left: str = "rollout", right: str
         if constant.numel() > 1 and bool((constant == constant.view(-1)[0]).all()):
             value = float(constant.view(-1)[0])
             return "not loaded", f"the {owner}'s values are all {value:g}: never loaded, or reset", {}
-    if a.numel() > 1 and a.numel() <= _PERMUTED_MOST and torch.equal(a.view(-1).sort().values, b.view(-1).sort().values):
+    if (
+        a.numel() > 1
+        and a.numel() <= _PERMUTED_MOST
+        and torch.equal(a.view(-1).sort().values, b.view(-1).sort().values)
+    ):
         return "permuted", _permutation(a, b), {}
     return _changed(a, b)
 
@@ -130,8 +139,8 @@ def _changed(a: torch.Tensor, b: torch.Tensor) -> tuple[str, str, dict[str, obje
     if not bool(torch.isfinite(b).all()) or not bool(torch.isfinite(a).all()):
         return "not finite", f"holds NaN or infinity ({count} of {total} elements differ)", details
     if count <= 4 and total > 16:
-        where = [tuple(int(i) for i in at) for at in differ.nonzero()[:1]][0]
-        return "corrupt", f"{count} of {total} elements differ, first at {list(where)}: not a training step", details
+        where = differ.nonzero()[0].tolist()
+        return "corrupt", f"{count} of {total} elements differ, first at {where}: not a training step", details
     if relative < 0.2:
         words = f"{count} of {total} elements differ by {relative:.1e} of its norm: a version from another step"
         return "stale", words, details
