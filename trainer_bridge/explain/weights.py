@@ -94,6 +94,7 @@ def describe(
     """(kind, words, figures) of how tensor ``b`` differs from ``a``; they are not equal."""
     if a.shape != b.shape:
         return "shape", f"{left} holds {list(a.shape)}, {right} {list(b.shape)}", {}
+    a, b = a.contiguous(), b.contiguous()
     if a.dtype != b.dtype:
         return "cast", f"{left} holds {a.dtype}, {right} {b.dtype}", {}
     for small in (torch.bfloat16, torch.float16):
