@@ -25,7 +25,8 @@ _QUICK_COLUMNS = 4096
 def _row(subject: Subject, spread: float, columns: int) -> Float32Array:
     logits = spread * torch.randn(1, columns, generator=subject.generator(int(spread * 100)))
     rows: Float32Array = policy_logprob_rows(logits, torch.ones(1), columns).numpy()
-    return rows[0]
+    row: Float32Array = rows[0]
+    return row
 
 
 def _checks(subject: Subject) -> Iterator[Outcome]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -152,7 +153,7 @@ def _bound(place: Place, dtype: torch.dtype, inputs: Inputs) -> float:
         terms = int(inputs.values[source][0].numel())
     if place.operation == "attention":
         terms = int(inputs.rows.max()) + inputs.sizes.head_dim
-    return 4 * _UNIT.get(dtype, 2.0**-8) + 2 * float(terms) ** 0.5 * _UNIT[torch.float32]
+    return 4 * _UNIT.get(dtype, 2.0**-8) + 2 * math.sqrt(terms) * _UNIT[torch.float32]
 
 
 def _error(x: torch.Tensor, exact: torch.Tensor) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -142,7 +143,7 @@ def _norms(x: Inputs) -> Iterator[Variant]:
     yield Variant("", lambda i: norm(i, right))
     for eps in _EPSILONS:
         if abs(eps - right) > 1e-3 * right:
-            yield Variant(f"eps {eps:g} instead of {right:g}", lambda i, e=eps: norm(i, e))
+            yield Variant(f"eps {eps:g} instead of {right:g}", partial(norm, eps=eps))
     yield Variant("the norm left out", rows)
     yield Variant("the norm without its weight", lambda i: norm(i, right, torch.ones_like(weight)))
     yield Variant("1 + weight", lambda i: norm(i, right, weight + 1))
@@ -186,15 +187,21 @@ def _tables(x: Inputs, name: str) -> Iterator[Variant]:
     def at(i: Inputs, theta: float, shift: int = 0) -> torch.Tensor:
         return oracle.angles(i.rows + shift, i.sizes.head_dim, theta)
 
+    def turned(i: Inputs, theta: float) -> torch.Tensor:
+        return table(at(i, theta))
+
+    def scaled(i: Inputs, factor: float) -> torch.Tensor:
+        return table(at(i, i.sizes.theta) / factor)
+
     yield Variant("", lambda i: table(at(i, i.sizes.theta)))
     for theta in (*_THETAS, 10 * x.sizes.theta, x.sizes.theta / 10):
         if theta != x.sizes.theta:
-            yield Variant(f"theta {theta:g} instead of {x.sizes.theta:g}", lambda i, t=theta: table(at(i, t)))
+            yield Variant(f"theta {theta:g} instead of {x.sizes.theta:g}", partial(turned, theta=theta))
     yield Variant("the table rounded to bfloat16", lambda i: _bf16(table(at(i, i.sizes.theta))))
     yield Variant("angles rounded to bfloat16", lambda i: table(_bf16(at(i, i.sizes.theta))))
     for factor in (2.0, 4.0, 8.0):
         yield Variant(f"positions divided by {factor:g} (linear scaling)",
-                      lambda i, f=factor: table(at(i, i.sizes.theta) / f))  # fmt: skip
+                      partial(scaled, factor=factor))  # fmt: skip
     yield Variant("positions one too high", lambda i: table(at(i, i.sizes.theta, 1)))
 
 
@@ -242,7 +249,7 @@ def _attentions(x: Inputs) -> Iterator[Variant]:
     yield Variant("no causal mask", lambda i: run(i, shift=1 << 30))
     for window in _WINDOWS:
         if window <= int(x.rows.max()):
-            yield Variant(f"a sliding window of {window} keys", lambda i, w=window: run(i, window=w))
+            yield Variant(f"a sliding window of {window} keys", partial(run, window=window))
     yield Variant("no scale", lambda i: run(i, by=1.0))
     yield Variant("scale 1 / D instead of its root", lambda i: run(i, by=1.0 / i.sizes.head_dim))
 
@@ -283,7 +290,10 @@ def _heads_of_model() -> Iterator[Variant]:
         assert table is not None
         return i.value("norm")[i.rows] @ table.double().T[:, : i.sizes.vocab]
 
+    def capped(i: Inputs, cap: float) -> torch.Tensor:
+        return cap * torch.tanh(head(i) / cap)
+
     yield Variant("", head)
     for cap in (15.0, 20.0, 30.0, 50.0):
-        yield Variant(f"capped at {cap:g} (tanh)", lambda i, c=cap: c * torch.tanh(head(i) / c))
+        yield Variant(f"capped at {cap:g} (tanh)", partial(capped, cap=cap))
     yield Variant("scaled by the root of the hidden size", lambda i: head(i) * i.value("norm").size(-1) ** -0.5)

@@ -46,7 +46,9 @@ class ModelSide:
         """``training``: replay by the packed forward; else over pages, fused where ``decoder`` is given."""
         self.name = name
         self.model = model
-        self.paths = ("training",) if training else ("fused", "modules") if decoder is not None else ("modules",)
+        self.paths: tuple[str, ...] = (
+            ("training",) if training else ("fused", "modules") if decoder is not None else ("modules",)
+        )
         self._tracer = Tracer(model, decoder)
 
     def manifest(self) -> Mapping[str, str]:
