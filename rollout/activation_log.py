@@ -87,13 +87,13 @@ def read_activations(path: Path) -> Iterator[ActivationDigests]:
 
 
 class ActivationLog:
-    """Appends one line a sample to a file."""
+    """Appends one line a sample to a file, which is open for that long only."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
 
     def add(self, digests: ActivationDigests) -> None:
-        """Write one line and hand it to the system."""
-        self._file.write(encode(digests) + "\n")
-        self._file.flush()
+        """Write one line."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(encode(digests) + "\n")
