@@ -26,7 +26,8 @@ def _rollout(subject: Subject, ids: torch.Tensor, ranges: Sequence[tuple[int, in
 
 def _lengths(subject: Subject) -> list[int]:
     page = subject.kernels.page_size
-    wanted = [page - 1, page + 1] + ([1 + _DECODED, 2 * page + 1, 3 * page] if subject.full else [])
+    wanted = [page - 1, page + page // 2 + 1]
+    wanted += [1 + _DECODED, page + 1, 2 * page + 1, 3 * page] if subject.full else []
     return [n for n in wanted if _DECODED < n <= subject.spec.context_length]
 
 

@@ -60,7 +60,7 @@ def _checks(subject: Subject) -> Iterator[Outcome]:
             for name, run in _operations().items():
                 yield from _company(f"{name} of {width}", run, x)
                 if name in ("mean", "sum", "softmax", "log_softmax"):
-                    yield from _company(f"{name} of {width} in float32", run, x.float())
+                    yield from _company(f"{name} of {width} in float32", run, subject.wide(width, _ROWS, width))
         for name, module, width in _norms(subject):
             yield from _company(f"{name} ({type(module).__name__})", module, subject.random(5, _ROWS, width))
 
@@ -68,7 +68,7 @@ def _checks(subject: Subject) -> Iterator[Outcome]:
 @torch.no_grad()
 def _control(subject: Subject) -> Outcome:
     """A row sum whose pieces depend on the number of rows."""
-    x = subject.random(9, _ROWS, subject.model.hf.config.intermediate_size).float()
+    x = subject.wide(9, _ROWS, subject.model.hf.config.intermediate_size)
 
     def pieces(rows: torch.Tensor) -> torch.Tensor:
         count = 2 if len(rows) == 1 else 3

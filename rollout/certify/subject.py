@@ -80,6 +80,10 @@ class Subject:
         """Standard normal in the model's dtype."""
         return torch.randn(*shape, generator=self.generator(salt)).to(self.spec.dtype)
 
+    def wide(self, salt: int, *shape: int) -> torch.Tensor:
+        """Standard normal in float32, every bit of it: sums of bfloat16 values are often exact in any order."""
+        return torch.randn(*shape, generator=self.generator(salt))
+
     def token_ids(self, salt: int, count: int) -> torch.Tensor:
         """int64 [count] anywhere in the vocabulary."""
         return torch.randint(0, self.spec.vocab_size, (count,), generator=self.generator(salt))

@@ -29,7 +29,7 @@ def _run(subject: Subject, count: int) -> dict[str, torch.Tensor]:
         for outer, inner in shapes(subject):
             x, weight = cancelling_product(33, inner, outer, subject.spec.dtype, subject.seed)
             results[f"{outer}x{inner}"] = torch.nn.functional.linear(x, weight)
-        wide = subject.random(40, subject.spec.vocab_size * 3).float()
+        wide = subject.wide(40, subject.spec.vocab_size * 3)
         results["sum to one element"] = wide.sum()[None]
         results["mean to one element"] = wide.mean(-1)[None]
         results["log_softmax of one row"] = torch.log_softmax(wide, -1)
@@ -53,7 +53,7 @@ def _checks(subject: Subject) -> Iterator[Outcome]:
 @torch.no_grad()
 def _control(subject: Subject) -> Outcome:
     """One sum in as many parts as there are threads, as aten reduces to a single element outside invariant mode."""
-    wide = subject.random(40, subject.spec.vocab_size * 3).float()
+    wide = subject.wide(40, subject.spec.vocab_size * 3)
     sums = [torch.stack([part.sum() for part in wide.tensor_split(n)]).sum() for n in range(1, 9)]
     return compare("one sum in 1 to 8 parts", torch.stack(sums), sums[0].expand(len(sums)).contiguous())
 
