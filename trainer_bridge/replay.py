@@ -85,7 +85,8 @@ def _difference(record: RolloutRecord, again: RolloutRecord) -> tuple[str, int |
             ulp = int(
                 ulp_distance(record.policy_logprobs[first : first + 1], again.policy_logprobs[first : first + 1])[0]
             )
-            what = f"log-prob {record.policy_logprobs[first]!r} became {again.policy_logprobs[first]!r} ({ulp} ULP)"
+            was, now = float(record.policy_logprobs[first]), float(again.policy_logprobs[first])
+            what = f"log-prob {was!r} became {now!r} ({ulp} ULP)"
         elif first in unequal:
             what = f"id {record.token_ids[first]} became {again.token_ids[first]} at an equal log-prob"
         else:

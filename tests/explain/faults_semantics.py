@@ -186,3 +186,20 @@ def _(bench: Bench) -> Case:
 def _(bench: Bench) -> Case:
     record = bench.record()
     return bench.case(record, np.exp(bench.score(record)))
+
+
+@fault("another engine's raw log-probs, other kernels too", SEMANTICS, EVERY, "temperature", words="rollout.*raw.*nat")
+def _(bench: Bench) -> Case:
+    record = bench.record()
+    logits, targets, _ = bench.rows(record)
+    raw = contract(bench, logits, targets, 1.0).numpy()
+    noise = np.random.default_rng(0).normal(0, 1e-3, len(raw)).astype(np.float32)
+    return bench.case(dataclasses.replace(record, policy_logprobs=raw + noise, behavior_logprobs=None))
+
+
+@fault("a record that neither side computes", Cause.UNKNOWN, "rollout", "not reproduced", words="when it was recorded")
+def _(bench: Bench) -> Case:
+    record = bench.record()
+    noise = np.random.default_rng(0).normal(0, 1e-2, len(record.token_ids)).astype(np.float32)
+    values = record.policy_logprobs + noise
+    return bench.case(dataclasses.replace(record, policy_logprobs=values, behavior_logprobs=None))

@@ -114,7 +114,19 @@ class _Questions:
             found = inputs.guess(case, self._score, notes, bos=self._token("bos"), pad=self._token("pad"))
             if found is not None:
                 return found
-        return numerics.examine(self._rollout, self._trainer, case, notes, self._config)
+        for name, rows, values in sides:
+            if not plain[name] and (found := semantics.nearest(case, rows, values, name)) is not None:
+                notes.note(semantics.STAGE, f"is another meaning much nearer to the {name}'s values?", "yes", False)
+                return found
+        found = numerics.examine(self._rollout, self._trainer, case, notes, self._config)
+        strange = [name for name, ok in plain.items() if not ok]
+        if found is None and strange and case.first_mismatch is not None:
+            words = (
+                f"the {' and the '.join(strange)} recorded what its model does not compute now, alone or in company: "
+                "other weights, inputs or settings were in use when it was recorded"
+            )
+            return Finding(Cause.UNKNOWN, "not reproduced", strange[0], words)
+        return found
 
     def _token(self, kind: str) -> int | None:
         value = self._config.get(f"{kind}_token_id")

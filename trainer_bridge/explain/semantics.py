@@ -21,6 +21,9 @@ from trainer_bridge.explain.case import Case
 from trainer_bridge.explain.findings import Cause, Finding
 
 STAGE = "semantics"
+_VISIBLE = 1e-2
+"""nats; below it, arithmetic alone explains a difference"""
+_NEARER = 10.0
 _NO_IDS: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
 
@@ -196,6 +199,26 @@ def read(case: Case, rows: Rows, values: Float32Array, side: str) -> Finding | N
     if found is None:
         return None
     return dataclasses.replace(found, sentence=f"on the {side}'s side {found.sentence}")
+
+
+def nearest(case: Case, rows: Rows, values: Float32Array, side: str) -> Finding | None:
+    """For another engine's values, whose bits no reading here can give: the reading that is ten times nearer."""
+    mask = case.record.mask
+    wanted = values[mask].astype(np.float64)
+    if not wanted.size or not np.isfinite(wanted).all():
+        return None
+    plain = float(np.abs(rows.plain()[mask] - wanted).max())
+    if plain < _VISIBLE:
+        return None
+    found = [(float(np.abs(r.compute(rows)[mask] - wanted).max()), r) for r in readings(rows)]
+    distance, reading = min(found, key=lambda item: item[0] if np.isfinite(item[0]) else np.inf)
+    if not distance * _NEARER < plain:
+        return None
+    sentence = (
+        f"on the {side}'s side {reading.words}: that brings the largest difference from {plain:.2g} to {distance:.2g} "
+        "nat; the rest is arithmetic"
+    )
+    return Finding(Cause.SEMANTICS, reading.kind, "every token", sentence, {"side": side, "left": distance})
 
 
 def _holes(rows: Rows, values: Float32Array, mask: npt.NDArray[np.bool_], side: str) -> Finding | None:

@@ -12,6 +12,7 @@ from rich.text import Text
 from trainer_bridge.explain.findings import Cause, Explanation
 
 _MARKS = {True: "equal", False: "DIFFERS", None: "-"}
+_EVERYWHERE = frozenset({"every token", "all tensors"})
 _LEAD = {
     Cause.NONE: "no difference",
     Cause.WEIGHTS: "the weights differ",
@@ -25,7 +26,8 @@ _LEAD = {
 def verdict(explanation: Explanation) -> str:
     """One sentence."""
     finding = explanation.finding
-    place = f" at {finding.place}" if finding.place and finding.place not in finding.sentence else ""
+    told = not finding.place or finding.place in finding.sentence or finding.place in _EVERYWHERE
+    place = "" if told else f" at {finding.place}"
     return f"{_LEAD[finding.cause]}: {finding.sentence}{place}."
 
 
