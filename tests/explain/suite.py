@@ -142,6 +142,7 @@ def main() -> int:
         for fault in [*FAULTS, *real_faults()]:
             outcome = run_fault(fault, models)
             outcomes.append(outcome)
+            print(f"{len(outcomes)}: {fault.name} ({fault.model}): {outcome.right}", file=sys.stderr, flush=True)
             mark = Text("right", style="green") if outcome.right else Text("WRONG", style="bold red")
             table.add_row(fault.name, fault.model, Text(verdict(outcome.explanation)), mark, f"{outcome.cpu_s:.2f}")
         alarms = [e for e in clean_runs(models, 100) if e.cause is not Cause.NONE]
