@@ -95,7 +95,7 @@ class Models:
 def run_fault(fault: Fault, models: Models) -> Outcome:
     """Plant, explain."""
     bench = models.bench(fault.model)
-    with torch.no_grad():
+    with torch.no_grad(), bench.rollout.kernels.invariant_mode():
         case = fault.plant(bench)
     start = time.process_time()
     explanation = bench.explain(case)
@@ -120,7 +120,8 @@ def clean_runs(models: Models, count: int) -> Iterator[Explanation]:
         bench = benches[kinds[i % len(kinds)]]
         record = bench.record(random_prompt(1 + (7 * i) % 40, i, bench.vocab), seed=i, **settings[(i // 5) % 5])
         company = tuple(random_prompt(3 + i % 5, 900 + i) for _ in range(i % 3))
-        values = bench.score(record, company=company)
+        with bench.rollout.kernels.invariant_mode():
+            values = bench.score(record, company=company)
         yield bench.explain(bench.case(record, values, trainer_company=company), thorough=True)
 
 

@@ -36,7 +36,7 @@ def explain(
     """
     start = time.process_time()
     notes = Notebook()
-    with torch.no_grad():
+    with torch.no_grad(), trainer.mode():
         findings = _Questions(rollout, trainer, case, notes, vocab_size, config).ask(thorough)
     return Explanation(findings[0], tuple(notes.rows), time.process_time() - start, findings[1:])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
@@ -49,6 +50,10 @@ class ServerSide:
         """Close both channels."""
         self._channel.close()
         self._client.close()
+
+    def mode(self) -> contextlib.AbstractContextManager[None]:
+        """See ``Side``; nothing of it is in this process."""
+        return contextlib.nullcontext()
 
     def manifest(self) -> Mapping[str, str]:
         """See ``Side``."""

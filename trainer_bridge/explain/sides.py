@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -21,6 +22,10 @@ class Side(Protocol):
     """how sentences call it: "rollout" or "trainer" """
     paths: tuple[str, ...]
     """forward paths it can trace, the one it really runs first"""
+
+    def mode(self) -> contextlib.AbstractContextManager[None]:
+        """In which its log-probs are read from logits; the log-softmax is part of it."""
+        ...
 
     def manifest(self) -> Mapping[str, str]:
         """Its parity manifest."""
@@ -50,6 +55,10 @@ class ModelSide:
             ("training",) if training else ("fused", "modules") if decoder is not None else ("modules",)
         )
         self._tracer = Tracer(model, decoder)
+
+    def mode(self) -> contextlib.AbstractContextManager[None]:
+        """See ``Side``."""
+        return self.model.kernels.invariant_mode()
 
     def manifest(self) -> Mapping[str, str]:
         """See ``Side``."""
