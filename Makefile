@@ -13,14 +13,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 STAMP := $(VENV)/.installed
-PROTO := proto/rollout/v1/rollout.proto
+PROTO := $(wildcard proto/rollout/v1/*.proto)
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto
 # veRL pins transformers and brings ray, pandas and wandb: an environment of its own keeps the other one small.
 VERL_VENV := .venv-verl
 VERL_BIN := $(VERL_VENV)/bin
 VERL_PIP := $(VERL_BIN)/python -m pip --disable-pip-version-check -qq --no-input
 
-.PHONY: help setup model demo test test-slow soak lint fix proto schema bench bench-full bench-peers bench-publish test-verl example-verl test-browser bench-dashboard scale # The real torch_npu breaks `import torch` where CANN is missing, so its contract tests live apart, with stub libraries.
+.PHONY: help setup model demo test test-slow soak lint fix proto schema bench bench-full bench-peers bench-publish test-verl example-verl test-browser bench-dashboard scale # The real torch_npu breaks `import torch` where CANN is missing, so its contract tests live apart, with stub libraries. explain-suite
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -87,6 +87,9 @@ $(NPU_STAMP): tests/npu_contract/stubs.py tests/npu_contract/requirements.txt
 
 test-npu-contract: $(NPU_STAMP) ## our NPU calls against the real torch_npu and flash_attn_npu, without a device
 	@$(NPU_VENV)/bin/python -m pytest -x -q -W default --confcutdir=tests/npu_contract tests/npu_contract
+
+explain-suite: model ## the planted faults: verdict of `zerodrift explain`, right or wrong, time
+	@$(BIN)/python -m tests.explain.suite
 
 lint: setup ## ruff, mypy, import order, buf, freshness of generated files
 	@$(BIN)/ruff check

@@ -176,8 +176,10 @@ def doctor(json_file: JsonFile = None) -> None:
 
 def _register_bridge() -> None:
     """Verbs of the trainer's side live with it."""
+    from rollout.cli_certify import register as register_certify
     from trainer_bridge.cli import register
 
+    register_certify(app)
     register(app)
 
 

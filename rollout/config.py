@@ -74,6 +74,13 @@ class EngineSettings(_Section):
     threads: int = Field(1, ge=1, description="CPU threads of one engine.")
     chunk_size: int = Field(256, ge=1, description="Most prompt tokens of one sample in one step.")
     prefix_cache: bool = Field(True, description="Whether full KV pages are shared and kept for equal prefixes.")
+    activation_log: str | None = Field(
+        None, description="File for digests of keys and values of every ended sample; {name}: the replica."
+    )
+    strict: bool = Field(
+        False, description="Serve only with a certificate of `zerodrift certify` that matches and holds."
+    )
+    certificate: str | None = Field(None, description="File of that certificate; null: where certify puts it.")
 
     @model_validator(mode="after")
     def _whole_pages(self) -> Self:
@@ -108,6 +115,7 @@ class ServerSettings(_Section):
         10, ge=0, le=1000, description="Priorities of requests lie in [-max_priority, max_priority]."
     )
     max_top_logprobs: int = Field(64, ge=0, description="Most alternatives a request may ask for at each position.")
+    debug: bool = Field(False, description="Serve taps and weights to `zerodrift explain --address`.")
     reflection: bool = Field(True, description="Whether gRPC reflection is served.")
     allow_insecure: bool = Field(False, description="Allow a host other than loopback without TLS.")
     drain_s: float = Field(30, ge=0, description="Seconds that running calls get at shutdown.")

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rollout.activation_log import ActivationLog, digests_of_store
 from rollout.attention import paged_step
 from rollout.batch import StepBatch, build_batch
 from rollout.detokenize import Detokenizer
 from rollout.device_sampler import DeviceTokenSampler
 from rollout.errors import DuplicateRequest, InvalidRequest, NotFound, ParityError, RolloutError
 from rollout.given_scores import GivenScores
-from rollout.kernels.base import KVLayout
+from rollout.kernels.base import Decoder, KVLayout
 from rollout.kvcache import PageAllocator
 from rollout.logprobs import effective_temperature, row_digests
 from rollout.model import SharedModel, config_digest_source
@@ -115,6 +116,8 @@ class Engine:
         self._live: dict[str, Sequence] = {}
         self.num_steps = self.num_rows = 0
         self._undefined = self._undefined_ids()
+        self.activation_log: ActivationLog | None = None
+        """where digests of each ended sample's keys and values go"""
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -234,6 +237,11 @@ class Engine:
         self.scheduler.restart_kv(self.weight_version)
 
     @property
+    def decoder(self) -> Decoder | None:
+        """The kernel set's own forward, where it is used."""
+        return self._decoder
+
+    @property
     def live_ids(self) -> list[str]:
         """Ids of samples and scored sequences, running or waiting."""
         return list(self._live)
@@ -345,6 +353,9 @@ class Engine:
     def _retire(self, sequence: Sequence, *, spoiled: bool = False) -> SampleSummary | None:
         if not spoiled:
             self.scheduler.tables.register(sequence)
+        if self.activation_log is not None and sequence.request is not None:
+            known = tuple(sequence.token_ids[: sequence.num_computed])
+            self.activation_log.add(digests_of_store(sequence.sample_id, known, self.store, sequence.pages))
         self.scheduler.remove(sequence, spoiled=spoiled)
         del self._live[sequence.sample_id]
         if sequence.request is None or sequence.finish is None:

@@ -7,6 +7,7 @@
     ├── DuplicateRequest            ALREADY_EXISTS       a live request already has this id
     ├── CapacityExceeded            RESOURCE_EXHAUSTED   queue or KV budget is full; try again later
     ├── WeightUpdateError           FAILED_PRECONDITION  an update failed its checks; the old version still serves
+    ├── CertificateError            FAILED_PRECONDITION  strict serving without a certificate that matches and holds
     ├── ParityError                 DATA_LOSS            two sides that must hold the same bits do not
     ├── ReplicaUnavailable          UNAVAILABLE          a worker died or is fenced
     ├── RequestAborted              ABORTED              ended by the service, not by its own limits
@@ -86,6 +87,13 @@ class WeightUpdateError(RolloutError):
 
     code = "FAILED_PRECONDITION"
     reason = "WEIGHT_UPDATE_REFUSED"
+
+
+class CertificateError(RolloutError):
+    """Strict serving was asked for without a certificate that matches this machine and holds."""
+
+    code = "FAILED_PRECONDITION"
+    reason = "CERTIFICATE_REQUIRED"
 
 
 class ParityError(RolloutError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
@@ -57,6 +57,7 @@ async def start_server(
     reflection: bool,
     allow_insecure: bool = False,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    further: Mapping[str, Callable[[grpc.aio.Server], None]] | None = None,
 ) -> RunningServer:
     """Bind and start.
 
@@ -69,6 +70,7 @@ async def start_server(
         reflection: whether clients may list services and messages.
         allow_insecure: bind beyond loopback without TLS.
         interceptors: run inside the request-id and error interceptors.
+        further: full name of a further service -> what adds its servicer.
 
     Raises:
         ConfigError: the address may not be bound, or cannot be.
@@ -86,10 +88,12 @@ async def start_server(
     )
     service = RolloutService(backend, split_bytes=min(SPLIT_BYTES, max_message_bytes // 2))
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
+    for add in (further or {}).values():
+        add(server)
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     if reflection:
-        names = (SERVICE_NAME, health.SERVICE_NAME, grpc_reflection.SERVICE_NAME)
+        names = (SERVICE_NAME, health.SERVICE_NAME, grpc_reflection.SERVICE_NAME, *(further or {}))
         grpc_reflection.enable_server_reflection(names, server)
     running = RunningServer(port=_bind(server, host, port), _server=server, _health=servicer)
     await running.set_serving(False)

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import ray
 
 from rollout.assets import prepare_model
 from rollout.config import Settings
+from rollout.debug_service import SERVICE_NAME as DEBUG_NAME
+from rollout.debug_service import DebugService
 from rollout.errors import ConfigError
 from rollout.metered import MeteredBackend
 from rollout.metering import MeteringInterceptor
@@ -23,6 +26,7 @@ from rollout.metrics import make_meter
 from rollout.pool import Pool
 from rollout.replica import LocalReplica, Replica, start_ray_replica
 from rollout.server import RunningServer, start_server
+from rollout.v1.debug_pb2_grpc import add_DebugServiceServicer_to_server
 from rollout.worker import Worker, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -87,6 +91,11 @@ def _replicas(settings: Settings, path: Path, in_process: bool) -> list[Replica]
     return [start_ray_replica(settings, str(path), name) for name in names]
 
 
+def _debug(replicas: list[Replica]) -> dict[str, Callable[[grpc.aio.Server], None]]:
+    service = DebugService(replicas)
+    return {DEBUG_NAME: lambda server: add_DebugServiceServicer_to_server(service, server)}
+
+
 @contextlib.asynccontextmanager
 async def running_service(settings: Settings, *, in_process: bool = False) -> AsyncIterator[Service]:
     """Start everything, yield while it serves, then drain and stop.
@@ -96,9 +105,8 @@ async def running_service(settings: Settings, *, in_process: bool = False) -> As
     """
     path = await asyncio.get_running_loop().run_in_executor(None, prepare_model, settings.model.path)
     with contextlib.nullcontext() if in_process else ray_cluster(settings):
-        pool = Pool(
-            _replicas(settings, path, in_process), settings, settings.model.path, load_tokenizer(settings, path)
-        )
+        replicas = _replicas(settings, path, in_process)
+        pool = Pool(replicas, settings, settings.model.path, load_tokenizer(settings, path))
         try:
             await pool.start()
             config = settings.server
@@ -115,6 +123,7 @@ async def running_service(settings: Settings, *, in_process: bool = False) -> As
                 reflection=config.reflection,
                 allow_insecure=config.allow_insecure,
                 interceptors=[MeteringInterceptor(meter)],
+                further=_debug(replicas) if config.debug else None,
             )
             try:
                 await server.set_serving(True)

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from rollout.activation_log import ActivationLog
+from rollout.certify.certificate import require_certificate
 from rollout.config import Settings
 from rollout.detokenize import Detokenizer
 from rollout.engine import Engine, Event
@@ -20,6 +22,7 @@ from rollout.manifest import build_manifest
 from rollout.model import DTYPES, SharedModel, load_model
 from rollout.sample_spans import SampleSpans
 from rollout.scheduler import SchedulerLimits
+from rollout.taps import Trace, Tracer, TraceRequest
 from rollout.types import (
     EngineStats,
     ReplicaLoad,
@@ -73,6 +76,10 @@ class Worker:
         folder = Path(path)
         model = load_served_model(settings, folder)
         engine = settings.engine
+        self._manifest = build_manifest(model)
+        if engine.strict:
+            file = Path(engine.certificate) if engine.certificate is not None else None
+            require_certificate(self._manifest, path=file, threads=engine.threads)
         limits = SchedulerLimits(
             engine.max_batch_tokens,
             engine.max_running,
@@ -89,7 +96,8 @@ class Worker:
             name=name,
             prefix_cache=engine.prefix_cache,
         )
-        self._manifest = build_manifest(model)
+        if engine.activation_log is not None:
+            self._engine.activation_log = ActivationLog(Path(engine.activation_log.replace("{name}", name)))
         self._thread = EngineThread(self._engine, WeightState(0, model_digest(model)), threads=engine.threads)
         self._spans = SampleSpans(name)
         self._thread.start()
@@ -128,6 +136,22 @@ class Worker:
         """Parameter name -> digest, hex; computed between steps."""
         model = self._engine.model
         return await self._do(lambda: {n: digest_of(n, p).hex() for n, p in model.parameters()})
+
+    async def trace(self, request: TraceRequest) -> Trace:
+        """Replay a sequence with taps, on pages of its own, between steps."""
+        tracer = Tracer(self._engine.model, self._engine.decoder)
+        return await self._do(lambda: tracer.trace(request))
+
+    async def tensor(self, name: str) -> torch.Tensor:
+        """A copy of a parameter as it is served."""
+
+        def copy() -> torch.Tensor:
+            found = dict(self._engine.model.parameters()).get(name)
+            if found is None:
+                raise NotFound(f"the model has no parameter {name!r}", field="name")
+            return found.detach().clone()
+
+        return await self._do(copy)
 
     # ---- requests -----------------------------------------------------------------------------------------------
 

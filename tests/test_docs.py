@@ -10,12 +10,14 @@ import pytest
 import typer
 
 from rollout import cli
+from rollout.cli_certify import register as register_certify
 from rollout.config import describe
 from rollout.v1 import rollout_pb2
 from trainer_bridge.cli import register
 
 if not any(c.callback is not None and c.callback.__name__ == "demo" for c in cli.app.registered_commands):
     register(cli.app)
+    register_certify(cli.app)
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
@@ -36,8 +38,11 @@ def test_links_and_modules_exist(page: Path) -> None:
 
 def test_readme_commands_exist() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    source = (ROOT / "rollout/cli.py").read_text() + (ROOT / "trainer_bridge/cli.py").read_text()
-    source += (ROOT / "trainer_bridge/dashboard/cli.py").read_text()
+    files = (
+        "rollout/cli.py", "rollout/cli_certify.py", "trainer_bridge/cli.py", "trainer_bridge/explain/command.py",
+        "trainer_bridge/dashboard/cli.py",
+    )  # fmt: skip
+    source = "".join((ROOT / file).read_text() for file in files)
     for verb in set(re.findall(r"^zerodrift (\w+)", text, re.M)):
         assert re.search(rf"def {verb}\(|name=\"{verb}\"", source), verb
     for target in set(re.findall(r"^make ([\w-]+)", text, re.M)):

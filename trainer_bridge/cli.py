@@ -1,4 +1,4 @@
-"""Verbs of the trainer's side: ``demo``, ``generate``, ``compare``. ``dashboard`` and ``runs`` live apart."""
+"""Verbs of the trainer's side: ``demo``, ``generate``, ``compare``; explain, replay and dashboard live apart."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from rollout.cli import Config, JsonFile, Overrides, write_json
 from rollout.errors import InvalidRequest
 from trainer_bridge.dashboard.cli import register as register_dashboard
+from trainer_bridge.explain.command import register as register_explain
 
 DEMO_OVERRIDES = ("worker.count=2", "server.port=0", "engine.kv_cache_tokens=16384", "log.level=warning")
 """The demo's settings where neither a file nor the caller says otherwise."""
@@ -22,6 +23,7 @@ def register(app: typer.Typer) -> None:
     app.command()(generate)
     app.command()(compare)
     register_dashboard(app)
+    register_explain(app)
 
 
 def demo(
@@ -101,7 +103,7 @@ def generate(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens
     )
     wanted: Sequence[str | tuple[int, ...]] = [*(prompt or []), *(read_prompts(prompts) if prompts else [])]
-    settings = _single_settings(config, overrides)
+    settings = single_settings(config, overrides)
     records = asyncio.run(
         generate_rollouts(wanted, sampling, n=n, digests=digests, priority=priority, address=address, settings=settings)
     )
@@ -126,13 +128,14 @@ def compare(
     from trainer_bridge.report import render, to_json
     from trainer_bridge.single_use import compare_rollouts
 
-    comparison = compare_rollouts(rollouts, _single_settings(config, overrides), micro_batch=micro_batch)
+    comparison = compare_rollouts(rollouts, single_settings(config, overrides), micro_batch=micro_batch)
     render(comparison, Console())
     write_json(json_file, to_json(comparison))
     raise typer.Exit(0 if comparison.has_data and comparison.bitwise_equal else 1)
 
 
-def _single_settings(config: Path | None, overrides: list[str] | None) -> Any:
+def single_settings(config: Path | None, overrides: list[str] | None) -> Any:
+    """Settings of a verb that is one program: one replica, small, quiet unless told otherwise."""
     from rollout.config import load_settings
     from rollout.logs import configure
 

@@ -45,7 +45,8 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 @contextlib.asynccontextmanager
-async def _address(address: str | None, settings: Settings) -> AsyncIterator[str]:
+async def service_address(address: str | None, settings: Settings) -> AsyncIterator[str]:
+    """``address`` itself, or that of a service in this process for as long as the block lasts."""
     if address is not None:
         yield address
         return
@@ -71,7 +72,7 @@ async def generate_rollouts(
     import asyncio
     import dataclasses
 
-    async with _address(address, settings) as where, AsyncRolloutClient(where) as client:
+    async with service_address(address, settings) as where, AsyncRolloutClient(where) as client:
         calls = [
             client.generate(
                 prompt,

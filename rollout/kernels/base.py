@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from rollout.errors import UnsupportedFeature
+from rollout.kernels.edges import LengthEdge, page_edge
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,14 @@ class KVStore(ABC):
     @abstractmethod
     def poison(self) -> None:
         """Fill everything with NaN: what is read without having been written then shows."""
+
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stored rows as they were written: slots int64 [T] -> key, value [T, H_kv, D]. For diagnosis, not for speed.
+
+        Raises:
+            UnsupportedFeature: the set's layout cannot be read back.
+        """
+        raise UnsupportedFeature(f"{type(self).__name__} cannot read its KV back")
 
 
 class BoundPaged(Protocol):
@@ -216,6 +225,14 @@ class KernelSet(ABC):
     @abstractmethod
     def providers(self) -> Mapping[str, str]:
         """Operation name -> implementation, for the parity manifest."""
+
+    def length_edges(self) -> tuple[LengthEdge, ...]:
+        """Lengths at which this set's reductions might change their order; the certificate probes around each."""
+        return (page_edge(self.page_size),)
+
+    def measured_plan(self, hf: Any) -> Mapping[str, str]:
+        """What this set chooses by measurement on this machine for this Hugging Face model, for the certificate."""
+        return {}
 
     def require(self, feature: str, wanted_by: str) -> None:
         """Raise UnsupportedFeature when ``feature`` is absent."""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollout.model import SharedModel
 from tests.engines import shared_model, torch_threads
+from tests.explain.qwen2 import tiny_qwen2
 
 KINDS = ("qwen3-fp32", "qwen3-bf16", "llama-fp32", "llama-bf16")
 
@@ -46,16 +46,4 @@ def qwen3(tiny_qwen3_path: Path) -> SharedModel:
 @pytest.fixture(scope="session")
 def tiny_qwen2_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen2: biases on q, k and v, and 3 query heads a KV head."""
-    config = Qwen2Config(
-        hidden_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, intermediate_size=80,
-        vocab_size=64, max_position_embeddings=512, bos_token_id=0, eos_token_id=1, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = Qwen2ForCausalLM(config)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(noise * 0.3 + ("norm" in name))
-    folder = tmp_path_factory.mktemp("models") / "tiny-qwen2"
-    model.save_pretrained(folder)
-    return folder
+    return tiny_qwen2(tmp_path_factory.mktemp("models") / "tiny-qwen2")

@@ -11,11 +11,16 @@ import pytest
 from typer.testing import CliRunner
 
 from rollout import cli
+from rollout.cli_certify import register as register_certify
 from trainer_bridge.cli import register
 
-VERBS = {"compare", "config", "dashboard", "demo", "doctor", "generate", "kernels", "runs", "serve", "submit"}
+VERBS = {
+    "certify", "compare", "config", "dashboard", "demo", "doctor", "explain", "explain-recorded", "generate", "kernels",
+    "manifest", "replay", "runs", "serve", "submit",
+}  # fmt: skip
 if not any(c.callback is not None and c.callback.__name__ == "demo" for c in cli.app.registered_commands):
     register(cli.app)
+    register_certify(cli.app)
 
 
 def _invoke(*args: str) -> tuple[int, str]:

@@ -17,9 +17,12 @@ from rollout.kernels.cpu.attention_backward import attention_backward
 from rollout.kernels.cpu.compiler import source_digest
 from rollout.kernels.cpu.decoder import ARCHITECTURES as FUSED_ARCHITECTURES
 from rollout.kernels.cpu.decoder import FusedDecoder
+from rollout.kernels.cpu.linear import plan_product
 from rollout.kernels.cpu.plan import ATTENTION_WORTH_A_THREAD, QUERY_TILE, plan_attention
 from rollout.kernels.cpu.store import CpuKVStore
 from rollout.kernels.cpu.team import Call
+from rollout.kernels.cpu.vector import WIDTH as LANES
+from rollout.kernels.edges import LengthEdge, page_edge
 
 
 def _attend(
@@ -180,6 +183,24 @@ class CpuKernelSet(KernelSet):
     def invariant_mode(self) -> contextlib.AbstractContextManager[None]:
         """Process-wide, reentrant, safe across threads; see ``invariant``."""
         return invariant.invariant_mode()
+
+    def length_edges(self) -> tuple[LengthEdge, ...]:
+        """Pages, which are the blocks keys are reduced in; tiles of query rows; lanes of the row sum."""
+        return (
+            page_edge(self.page_size),
+            LengthEdge(QUERY_TILE, 0, 0, "query tile"),
+            LengthEdge(LANES, 0, 0, "lanes of the row sum"),
+        )
+
+    @torch.no_grad()
+    def measured_plan(self, hf: Any) -> Mapping[str, str]:
+        """From how many rows on each linear shape runs packed, and the row padding of the others."""
+        plan: dict[str, str] = {"linear.row_padding": str(invariant.ROW_TILE)}
+        linears = [module for module in hf.modules() if isinstance(module, torch.nn.Linear)]
+        for layer in {(m.out_features, m.in_features, m.bias is None): m for m in linears}.values():
+            found = plan_product(layer.out_features, layer.in_features, layer.bias, layer.weight.dtype)
+            plan[f"linear.{layer.out_features}x{layer.in_features}"] = str(found)
+        return plan
 
     def providers(self) -> Mapping[str, str]:
         """See ``KernelSet.providers``."""

@@ -36,6 +36,12 @@ class CpuKVStore(KVStore):
         """Where a layer's K and V pages begin."""
         return self._addresses[layer]
 
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``KVStore.read``."""
+        page, offset = slots // self.layout.page_size, slots % self.layout.page_size
+        # Two index tensors around a slice put the rows first: [T, H_kv, D] both.
+        return self.keys[layer][page, :, :, offset].contiguous(), self.values[layer][page, :, offset].contiguous()
+
     def poison(self) -> None:
         """NaN in every slot of K and V."""
         self.keys.fill_(float("nan"))

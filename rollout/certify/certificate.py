@@ -1,0 +1,154 @@
+"""The certificate: what was tried on this machine, bound to the manifest it was tried under."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollout.assets import cache_root
+from rollout.errors import CertificateError
+from rollout.manifest import manifest_digest
+from rollout.manifest_diff import diff_manifests
+
+FORMAT = "zerodrift.certificate/1"
+WAY_OUT = "run `zerodrift certify` on this machine with the same settings"
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyResult:
+    """How one family ended."""
+
+    name: str
+    title: str
+    checks: int
+    """comparisons made"""
+    compared: int
+    """elements in them"""
+    failures: tuple[str, ...]
+    """what did not hold, first ones first"""
+    control: str
+    """the planted fault"""
+    control_caught: bool
+    """whether the fault was seen; a family that cannot fail proves nothing"""
+    cpu_s: float
+    """processor seconds"""
+
+    @property
+    def holds(self) -> bool:
+        """Checks were made, all held, and the control failed as it must."""
+        return self.checks > 0 and not self.failures and self.control_caught
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """Result of ``zerodrift certify``."""
+
+    manifest: Mapping[str, str]
+    manifest_digest: str
+    level: str
+    families: tuple[FamilyResult, ...]
+    threads: tuple[int, ...]
+    """CPU thread counts tried"""
+    plan: Mapping[str, str]
+    """what the kernel set chose by measurement, such as from how many rows a product runs packed"""
+    created: str
+    """UTC, ISO 8601"""
+    model: str = ""
+    digest: str = field(default="")
+    """BLAKE2b over everything above; an edited file shows"""
+
+    @property
+    def holds(self) -> bool:
+        """Every family held."""
+        return bool(self.families) and all(family.holds for family in self.families)
+
+    def to_json(self) -> dict[str, Any]:
+        """Ready for ``json.dumps``."""
+        return {"format": FORMAT, "holds": self.holds, **_plain(asdict(self))}
+
+
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: dict(value) if isinstance(value, Mapping) else value for key, value in fields.items()}
+
+
+def body_digest(certificate: Certificate) -> str:
+    """Hex digest of everything but the digest itself."""
+    body = _plain(asdict(certificate)) | {"digest": ""}
+    return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def default_path(digest: str) -> Path:
+    """Where a certificate for this manifest is kept unless a path is given."""
+    return cache_root() / "certificates" / f"{digest}.json"
+
+
+def write_certificate(certificate: Certificate, path: Path) -> None:
+    """Write whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(certificate.to_json(), indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def read_certificate(path: Path) -> Certificate:
+    """Read and check a certificate's own integrity.
+
+    Raises:
+        CertificateError: no such file, not a certificate, or edited since it was written.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if value.pop("format") != FORMAT:
+            raise ValueError("another format")
+        value.pop("holds")
+        families = tuple(FamilyResult(**{**f, "failures": tuple(f["failures"])}) for f in value.pop("families"))
+        certificate = Certificate(**{**value, "families": families, "threads": tuple(value["threads"])})
+    except FileNotFoundError:
+        raise CertificateError(f"there is no certificate {path}; {WAY_OUT}", field="engine.certificate") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CertificateError(
+            f"{path} is not a certificate ({type(error).__name__}: {error}); {WAY_OUT}", field="engine.certificate"
+        ) from error
+    if body_digest(certificate) != certificate.digest:
+        raise CertificateError(f"{path} was changed after it was written; {WAY_OUT}", field="engine.certificate")
+    return certificate
+
+
+def require_certificate(manifest: Mapping[str, str], *, path: Path | None, threads: int) -> Certificate:
+    """The certificate that lets a worker with this manifest serve in strict mode.
+
+    Args:
+        path: file of the certificate; None: where ``zerodrift certify`` puts it.
+        threads: CPU threads the engine will use.
+
+    Raises:
+        CertificateError: none, an edited one, one that does not hold, of another manifest or of other threads.
+    """
+    digest = manifest_digest(manifest)
+    where = path or default_path(digest)
+    certificate = read_certificate(where)
+    if certificate.manifest_digest != digest or manifest_digest(certificate.manifest) != certificate.manifest_digest:
+        changed = [str(d) for d in diff_manifests(certificate.manifest, manifest)]
+        raise CertificateError(
+            f"certificate {where} was made for another manifest; certified | here: {'; '.join(changed[:3])}"
+            f"{' and more' if len(changed) > 3 else ''}; {WAY_OUT}",
+            field="engine.certificate",
+        )
+    if not certificate.holds:
+        failed = ", ".join(f.name for f in certificate.families if not f.holds) or "no family was run"
+        raise CertificateError(
+            f"certificate {where} does not hold ({failed}); nothing served here would be exact: see its failures, "
+            f"then {WAY_OUT}",
+            field="engine.certificate",
+        )
+    if threads not in certificate.threads:
+        raise CertificateError(
+            f"engine.threads = {threads}, certificate {where} tried {list(certificate.threads)}; {WAY_OUT}",
+            field="engine.threads",
+        )
+    return certificate

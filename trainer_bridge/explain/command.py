@@ -1,0 +1,191 @@
+"""Verbs ``explain``, ``explain-recorded`` and ``replay``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollout.cli import Config, JsonFile, Overrides, write_json
+from rollout.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from trainer_bridge.explain.case import Case
+    from trainer_bridge.explain.sides import ModelSide, Side
+    from trainer_bridge.rollout_record import RolloutRecord
+
+Rollouts = Annotated[Path, typer.Argument(help="JSONL file of rollouts, ours or another engine's.")]
+Address = Annotated[str | None, typer.Option(help="A running service.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs to the command line."""
+    app.command()(explain)
+    app.command()(replay)
+    app.command("explain-recorded")(explain_recorded)
+
+
+def explain(
+    rollouts: Rollouts,
+    trainer: Annotated[Path | None, typer.Option(help="The trainer's log-probs as JSONL; else computed here.")] = None,
+    address: Annotated[str | None, typer.Option(help="The service that sampled, with server.debug=true.")] = None,
+    rollout_model: Annotated[
+        str | None, typer.Option(help="Folder of the rollout's weights; else the trainer's.")
+    ] = None,
+    sample: Annotated[int | None, typer.Option(min=0, help="Line to explain, from 0; else the first mismatch.")] = None,
+    thorough: Annotated[bool, typer.Option("--thorough", help="Ask everything, equal log-probs or not.")] = False,
+    json_file: JsonFile = None,
+    config: Config = None,
+    overrides: Overrides = None,
+) -> None:
+    """Find the first place where rollout and trainer part: weights, inputs, semantics, numerics; exit 1 if they do."""
+    from rich.console import Console
+
+    from trainer_bridge.cli import single_settings
+    from trainer_bridge.explain.run import explain as ask
+    from trainer_bridge.explain.view import render, to_json
+    from trainer_bridge.jsonl import read_rollouts
+
+    settings = single_settings(config, overrides)
+    records = list(read_rollouts(rollouts))
+    theirs = None if trainer is None else list(read_rollouts(trainer))
+    right = _model_side("trainer", settings, settings.model.path)
+    case = choose_case(records, theirs, right, sample)
+    with _rollout_side(address, rollout_model or settings.model.path, settings, case.record.replica) as left:
+        explanation = ask(
+            left, right, case, vocab_size=right.model.spec.vocab_size, config=right.config(), thorough=thorough
+        )
+    console = Console()
+    console.print(f"request {case.record.request_id!r} sample {case.record.sample_index}", markup=False)
+    render(explanation, console)
+    write_json(json_file, to_json(explanation))
+    raise typer.Exit(0 if explanation.clean else 1)
+
+
+def replay(
+    rollouts: Rollouts,
+    address: Annotated[str | None, typer.Option(help="A running service; else one is started for this call.")] = None,
+    weights_digest: Annotated[
+        str | None, typer.Option(help="Weights they were sampled under; refused if others.")
+    ] = None,
+    json_file: JsonFile = None,
+    config: Config = None,
+    overrides: Overrides = None,
+) -> None:
+    """Regenerate stored samples from their records and say equal, or where not; exit 1 if one differs."""
+    import asyncio
+    import dataclasses
+
+    from trainer_bridge.cli import single_settings
+    from trainer_bridge.jsonl import read_rollouts
+    from trainer_bridge.replay import Replay, replay_records
+    from trainer_bridge.single_use import service_address
+
+    records = list(read_rollouts(rollouts))
+    settings = single_settings(config, overrides)
+
+    async def run() -> list[Replay]:
+        async with service_address(address, settings) as where:
+            return await replay_records(records, where, weights_digest=weights_digest)
+
+    results = asyncio.run(run())
+    for result in results:
+        said = f"equal: {result.tokens} tokens" if result.equal else f"UNEQUAL: {result.difference}"
+        note = f" [{result.warning}]" if result.warning else ""
+        typer.echo(f"{result.request_id} sample {result.sample_index}: {said}{note}")
+    equal = sum(result.equal for result in results)
+    typer.echo(f"{equal} of {len(results)} samples regenerated bit for bit")
+    write_json(json_file, {"equal": equal, "samples": [dataclasses.asdict(result) for result in results]})
+    raise typer.Exit(0 if results and equal == len(results) else 1)
+
+
+def _model_side(name: str, settings: Any, path: str) -> ModelSide:
+    from rollout.assets import prepare_model
+    from rollout.kernels.registry import resolve_kernels
+    from rollout.model import DTYPES, load_model
+    from trainer_bridge.explain.sides import ModelSide
+
+    kernels = resolve_kernels(settings.kernels.name, page_size=settings.engine.page_size)
+    model = load_model(prepare_model(path), dtype=DTYPES[settings.model.dtype], kernels=kernels)
+    training = name == "trainer"
+    decoder = None if training else kernels.decoder(model.hf, model.spec.context_length)
+    return ModelSide(name, model, training=training, decoder=decoder)
+
+
+@contextlib.contextmanager
+def _rollout_side(address: str | None, path: str, settings: Any, replica: str | None) -> Iterator[Side]:
+    if address is None:
+        yield _model_side("rollout", settings, path)
+        return
+    from trainer_bridge.explain.server_side import ServerSide
+
+    with ServerSide(address, replica=replica or "") as side:
+        yield side
+
+
+def choose_case(
+    records: Sequence[RolloutRecord], theirs: Sequence[RolloutRecord] | None, trainer: ModelSide, sample: int | None
+) -> Case:
+    """The sample asked for, or the first whose bits differ, or the first of all.
+
+    Raises:
+        InvalidRequest: no such line, or a trainer's file of another length.
+    """
+    if not records:
+        raise InvalidRequest("the file holds no rollouts")
+    if sample is not None and sample >= len(records):
+        raise InvalidRequest(f"--sample {sample}: the file holds {len(records)} lines, counted from 0")
+    if theirs is not None and len(theirs) != len(records):
+        raise InvalidRequest(f"the trainer's file holds {len(theirs)} samples, the rollouts {len(records)}")
+    wanted = range(len(records)) if sample is None else (sample,)
+    first: Case | None = None
+    for i in wanted:
+        case = make_case(records[i], None if theirs is None else theirs[i], trainer)
+        if case.first_mismatch is not None:
+            return case
+        first = first or case
+    assert first is not None
+    return first
+
+
+def make_case(record: RolloutRecord, theirs: RolloutRecord | None, trainer: ModelSide) -> Case:
+    """One record with the trainer's values: from its own file, or computed by the training forward."""
+    import numpy as np
+    import torch
+
+    from trainer_bridge.collect import training_sample
+    from trainer_bridge.explain.case import Case, FedInputs
+    from trainer_bridge.forward import TrainingForward
+
+    if theirs is None:
+        forward = TrainingForward(trainer.model)
+        with torch.no_grad(), forward.aligned():
+            return Case(record, forward([training_sample(record)]).logprobs.numpy())
+    temperature = theirs.sampling.temperature if theirs.sampling is not None else theirs.temperature
+    fed = FedInputs(np.concatenate((theirs.prompt_ids, theirs.token_ids)), None, temperature)
+    return Case(record, theirs.policy_logprobs, theirs.mask, fed)
+
+
+def explain_recorded(
+    rollout: Annotated[Path, typer.Argument(help="Activation digests of the rollout (engine.activation_log).")],
+    trainer: Annotated[Path, typer.Argument(help="Activation digests of the trainer.")],
+    sample: Annotated[int, typer.Option(min=0, help="Line to compare, from 0.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Bound a fault to one layer from digests that both sides recorded, without a model; exit 1 if they differ."""
+    import dataclasses
+
+    from rollout.activation_log import read_activations
+    from trainer_bridge.explain.findings import Cause
+    from trainer_bridge.explain.recorded import localise_recorded
+
+    left, right = list(read_activations(rollout)), list(read_activations(trainer))
+    if not sample < min(len(left), len(right)):
+        raise InvalidRequest(f"line {sample}: the files hold {len(left)} and {len(right)} lines, counted from 0")
+    finding = localise_recorded(left[sample], right[sample])
+    typer.echo(finding.sentence)
+    write_json(json_file, dataclasses.asdict(finding) | {"cause": finding.cause.value})
+    raise typer.Exit(0 if finding.cause is Cause.NONE else 1)

@@ -1,0 +1,159 @@
+"""The questions in order of likelihood and cost: weights, inputs, semantics, numerics; the first answer decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollout.taps import LOGITS, TraceRequest
+from rollout.types import Float32Array
+from trainer_bridge.explain import inputs, numerics, semantics, weights
+from trainer_bridge.explain.case import Case
+from trainer_bridge.explain.findings import Cause, Explanation, Finding, Notebook
+from trainer_bridge.explain.semantics import Rows
+from trainer_bridge.explain.sides import Side
+
+
+def explain(
+    rollout: Side,
+    trainer: Side,
+    case: Case,
+    *,
+    vocab_size: int,
+    config: Mapping[str, Any],
+    thorough: bool = False,
+) -> Explanation:
+    """Find the first place where two sides part.
+
+    Args:
+        vocab_size: the model's own vocabulary. config: fields of the checkpoint's config, for the float64 reference.
+        thorough: ask every question even where all recorded log-probs are equal; equal values of the sampled tokens
+            do not yet prove equal distributions.
+    """
+    start = time.process_time()
+    notes = Notebook()
+    with torch.no_grad(), trainer.mode():
+        findings = _Questions(rollout, trainer, case, notes, vocab_size, config).ask(thorough)
+    return Explanation(findings[0], tuple(notes.rows), time.process_time() - start, findings[1:])
+
+
+class _Questions:
+    """One explanation in progress."""
+
+    def __init__(
+        self,
+        rollout: Side,
+        trainer: Side,
+        case: Case,
+        notes: Notebook,
+        vocab_size: int,
+        config: Mapping[str, Any],
+    ) -> None:
+        self._rollout, self._trainer, self._case, self._notes = rollout, trainer, case, notes
+        self._vocab, self._config = vocab_size, config
+
+    def ask(self, thorough: bool) -> tuple[Finding, ...]:
+        """The first stage with a finding ends it."""
+        case, notes = self._case, self._notes
+        mask = semantics.compare_masks(case)
+        first = case.first_mismatch
+        if first is None and mask is None:
+            words = f"all {int(case.record.mask.sum())} log-probs hold equal bits"
+            notes.note("compare", "same bits?", words, True)
+            if not thorough:
+                return (Finding(Cause.NONE, "equal", "", words),)
+        if first is not None:
+            notes.note("compare", "same bits?", f"not at token {first} (position {case.start + 1 + first})", False)
+        found = weights.examine(self._rollout, self._trainer, notes)
+        if found:
+            return found
+        fed = inputs.compare_fed(case, notes)
+        if fed is not None:
+            return (fed,)
+        if (temperature := self._temperature()) is not None:
+            return (temperature,)
+        if mask is not None:
+            notes.note(semantics.STAGE, "same tokens counted?", mask.sentence, False)
+            return (mask,)
+        found_one = self._replayed()
+        if found_one is None and first is None:
+            return (
+                Finding(Cause.NONE, "equal", "", "log-probs, weights, inputs, readings and every tap hold equal bits"),
+            )
+        return (found_one or self._unknown(),)
+
+    def _temperature(self) -> Finding | None:
+        fed, sampled = self._case.fed.temperature, self._case.temperature
+        if fed is None or np.float32(fed) == np.float32(sampled):
+            return None
+        words = f"sampled at temperature {sampled:g}, scored at {fed:g}"
+        self._notes.note(semantics.STAGE, "same temperature?", words, False)
+        return Finding(Cause.SEMANTICS, "temperature", "every token", words, {"sampled": sampled, "scored": fed})
+
+    def _replayed(self) -> Finding | None:
+        case, notes = self._case, self._notes
+        ours, theirs = self._rows(self._rollout), self._rows(self._trainer)
+        sides = (
+            (self._trainer.name, theirs, case.trainer_logprobs),
+            (self._rollout.name, ours, case.record.policy_logprobs),
+        )
+        plain: dict[str, bool] = {}
+        for name, rows, values in sides:
+            plain[name] = semantics.reads_plainly(rows, values, case.record.mask)
+            answer = "its replay gives the recorded bits" if plain[name] else "its replay gives other bits"
+            notes.note(semantics.STAGE, f"does the {name} mean the contract's log-prob?", answer, plain[name])
+        for name, rows, values in sides:
+            if not plain[name] and (found := semantics.read(case, rows, values, name)) is not None:
+                notes.note(semantics.STAGE, f"what does the {name} mean?", found.sentence, False)
+                return found
+        if not plain[self._trainer.name]:
+            found = inputs.guess(case, self._score, notes, bos=self._token("bos"), pad=self._token("pad"))
+            if found is not None:
+                return found
+        for name, rows, values in sides:
+            if not plain[name] and (found := semantics.nearest(case, rows, values, name)) is not None:
+                notes.note(semantics.STAGE, f"is another meaning much nearer to the {name}'s values?", "yes", False)
+                return found
+        found = numerics.examine(self._rollout, self._trainer, case, notes, self._config)
+        strange = [name for name, ok in plain.items() if not ok]
+        if found is None and strange and case.first_mismatch is not None:
+            words = (
+                f"the {' and the '.join(strange)} recorded what its model does not compute now, alone or in company: "
+                "other weights, inputs or settings were in use when it was recorded"
+            )
+            return Finding(Cause.UNKNOWN, "not reproduced", strange[0], words)
+        return found
+
+    def _token(self, kind: str) -> int | None:
+        value = self._config.get(f"{kind}_token_id")
+        return value if isinstance(value, int) else None
+
+    def _rows(self, side: Side, ids: tuple[int, ...] | None = None, positions: tuple[int, ...] | None = None) -> Rows:
+        """Logits that score the sample, by the forward that side really runs, alone."""
+        case, path = self._case, side.paths[0]
+        fed = ids if ids is not None else case.fed_ids
+        request = TraceRequest(
+            fed,
+            positions=positions,
+            logits_from=len(fed) - len(case.generated),
+            path=path,  # type: ignore[arg-type]
+            decode_from=None if path == "training" else len(case.prompt),
+            within=LOGITS,
+            tensors=(LOGITS,),
+        )
+        logits = side.trace(request).tensors[LOGITS]
+        targets = torch.tensor(case.generated, dtype=torch.int64)
+        return Rows(logits, targets, case.divisor, self._vocab, case.record.sampling)
+
+    def _score(self, ids: tuple[int, ...], positions: tuple[int, ...] | None) -> Float32Array:
+        return self._rows(self._trainer, ids, positions).plain()
+
+    def _unknown(self) -> Finding:
+        words = (
+            "the records differ, yet every replay of both sides gives the same bits: recorded under other conditions"
+        )
+        return Finding(Cause.UNKNOWN, "not reproduced", "", words)
