@@ -58,6 +58,9 @@ def ray_cluster(settings: Settings) -> Iterator[None]:
     # In a Ray job RAY_ADDRESS names the cluster; sizes belong to a cluster that is started here.
     starting = address is None and not os.environ.get("RAY_ADDRESS")
     sizes: dict[str, Any] = {"num_cpus": settings.ray.num_cpus, "include_dashboard": False} if starting else {}
+    if starting:
+        # Ray runs workers at niceness 15: whoever else wakes up takes a core from an engine in the middle of a step.
+        os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
         address=address,
         namespace=settings.ray.namespace,

@@ -37,8 +37,8 @@ from rollout.types import (
 from rollout.weights import digest_of, model_digest
 
 T = TypeVar("T")
-GATHER_S = 0.02
-"""How long a fetch waits for company after the first event: fewer messages, and no token later than a step or so."""
+GATHER_S = 0.1
+"""How long a fetch waits for company after the first event: fewer messages, each token at most that much later."""
 
 
 @dataclass(frozen=True, slots=True)

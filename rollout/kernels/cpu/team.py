@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
+import re
 import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +26,7 @@ from numba.core import types
 
 from rollout.kernels.cpu.compiler import caching, intrinsic
 
+log = logging.getLogger(__name__)
 NEXT_JOB, JOBS, GRAIN, FIRST = 0, 1, 2, 3
 """Words of a call block: jobs handed out so far, jobs there are, jobs handed out at once; arguments from FIRST on."""
 LONG = 2_000_000
@@ -62,26 +65,29 @@ def entry(function: Callable[..., Any]) -> Any:
         return numba.cfunc("void(voidptr)", cache=True, error_model="numpy")(function)
 
 
-@functools.lru_cache(maxsize=1)
-def _openmp() -> Path | None:
-    """The OpenMP library that torch loaded."""
-    try:
-        mapped = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    paths = {line.split()[-1] for line in mapped if "omp" in line.rsplit("/", 1)[-1] and ".so" in line}
-    beside_torch = [p for p in sorted(paths) if Path(torch.__file__).parent.parent in Path(p).parents]
-    return Path(beside_torch[0]) if beside_torch else None
+_LIBRARY = re.compile(r"lib(gomp|i?omp5?)[-.][^/]*so[^/]*")
+
+
+def openmp_library(maps: str) -> Path | None:
+    """The OpenMP library among a process's mappings (as in /proc/self/maps): torch's own copy before any other."""
+    paths = {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if line.count("/")}
+    found = sorted(path for path in paths if _LIBRARY.fullmatch(path.name))
+    beside_torch = Path(torch.__file__).parent.parent
+    return next((p for p in found if beside_torch in p.parents), found[0] if found else None)
 
 
 @functools.lru_cache(maxsize=2)
 def _gomp(library: type[ctypes.CDLL]) -> Callable[..., None] | None:
-    path = _openmp()
-    if path is None:
+    """``GOMP_parallel`` of the library that torch runs on; None, and a line in the log, where there is none."""
+    try:
+        path = openmp_library(Path("/proc/self/maps").read_text(encoding="utf-8"))
+    except OSError:
+        path = None
+    call: Any = None if path is None else getattr(library(str(path)), "GOMP_parallel", None)
+    if call is None:
+        log.warning("torch's OpenMP library has no GOMP_parallel (%s): kernels run on Python threads, slower", path)
         return None
-    call: Any = getattr(library(str(path)), "GOMP_parallel", None)
-    if call is not None:
-        call.argtypes, call.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+    call.argtypes, call.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
     return call  # type: ignore[no-any-return]
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numba import carray
 
 from rollout.kernels.cpu import team
@@ -45,5 +48,20 @@ def test_every_job_runs_once(library: bool, threads: int, jobs: int, monkeypatch
 
 
 def test_torchs_own_library_is_found() -> None:
-    path = team._openmp()
-    assert path is not None and "omp" in path.name and team._gomp(team.ctypes.CDLL) is not None
+    assert team._gomp(ctypes.CDLL) is not None
+
+
+def test_other_libraries_are_not_mistaken_for_it() -> None:
+    """libarrow_compute has "omp" in its name; a system's libgomp may be mapped beside torch's."""
+    site = Path(torch.__file__).parent.parent
+    line = "7f00-7f01 r-xp 00000000 fe:00 123   "
+    other = [f"{site}/pyarrow/libarrow_compute.so.2600", f"{site}/x/libcompiler.so", "[heap]"]
+    ours, system = f"{site}/torch/lib/libgomp-a34b3233.so.1.0.0", "/usr/lib/libgomp.so.1"
+
+    def chosen(*paths: str) -> Path | None:
+        return team.openmp_library("".join(line + path + "\n" for path in (*other, *paths)))
+
+    assert chosen() is None
+    assert chosen(system) == Path(system)
+    assert chosen(system, ours) == chosen(ours, system) == Path(ours)
+    assert chosen(f"{site}/torch/lib/libiomp5.so") == Path(f"{site}/torch/lib/libiomp5.so")
