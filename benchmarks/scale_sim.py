@@ -1,8 +1,7 @@
 """``make scale``: one RL step simulated on 8 to 4,096 NPUs; what breaks first. Design and figures: docs/scale.md.
 
-A discrete-event simulation (simpy) of replicas with continuous batching. All of a step's samples are known at its start
-(synchronous RL), so a replica's state changes only when a sample ends, a replica dies, or work arrives from a dead one.
-Between two changes every running sample advances one token each engine step.
+A replica (simpy) changes state when a sample ends, a replica dies, or work arrives from a dead one; all samples of a
+step are known at its start. Between two changes every running sample advances one token each engine step.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ POLICIES: tuple[Policy, ...] = (
     "hashed, bounded",
     "groups, least loaded",
 )
-OURS: Policy = "groups, least loaded"
-"""What `rollout.router` does: a request's samples go to one replica, the least loaded."""
+OURS: Policy = "groups, least loaded"  # rollout.router: a request's samples go to the least loaded replica
 SIZES = (8, 64, 512, 4096)
 
 
@@ -41,9 +39,8 @@ class Parameters:
     """What a step costs. docs/scale.md says where each figure comes from."""
 
     step_base_s: float = 0.018
-    """engine step with one running sample"""
     step_row_s: float = 0.00008
-    """more for each further sample"""
+    """more for each further running sample"""
     prefill_s_per_token: float = 0.00004
     max_running: int = 64
     """samples a replica computes at a time"""

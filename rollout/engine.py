@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,7 +18,8 @@ from rollout.attention import paged_step
 from rollout.batch import StepBatch, build_batch
 from rollout.detokenize import Detokenizer
 from rollout.device_sampler import DeviceTokenSampler
-from rollout.errors import DuplicateRequest, InvalidRequest, NotFound, ParityError, RolloutError
+from rollout.errors import DuplicateRequest, InvalidRequest, NotFound, ParityError
+from rollout.events import Event, FailureEvent, ScoreEvent
 from rollout.given_scores import GivenScores
 from rollout.kernels.base import Decoder, KVLayout
 from rollout.kvcache import PageAllocator
@@ -44,26 +44,6 @@ from rollout.types import (
     TokenChunk,
     TopLogprobs,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreEvent:
-    """A scored sequence is complete."""
-
-    sample_id: str
-    score: SequenceScore
-    weight_version: int
-
-
-@dataclass(frozen=True, slots=True)
-class FailureEvent:
-    """A sequence ended with a typed error; its pages are free again."""
-
-    sample_id: str
-    error: RolloutError
-
-
-Event = SampleEvent | ScoreEvent | FailureEvent
 
 
 def _identity(model: SharedModel) -> bytes:

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from rollout.engine import Engine, Event, FailureEvent
+from rollout.engine import Engine
 from rollout.errors import ReplicaUnavailable, RolloutError, WeightUpdateError
+from rollout.events import Event, FailureEvent
 from rollout.outbox import Outbox
 from rollout.types import TensorChunk, UpdatePolicy, WeightState, WeightUpdate
 from rollout.weights import WeightStage

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 
 from rollout.chunks import merge_chunks
-from rollout.engine import Event
+from rollout.events import Event
 from rollout.types import SampleEvent, TokenChunk
 
 

@@ -1,8 +1,6 @@
 """The replicas as one service backend: least-loaded routing, event dispatch, updates on all replicas or on none.
 
-A request's samples go to one replica. When that replica dies, its unfinished samples are replayed on another with the
-same weight version: sampling depends on nothing else (C2), so the tokens already delivered come again with the same
-bits and are skipped, and the client sees one unbroken sample.
+When a replica dies, its samples are replayed on another of the same weight version; delivered tokens are skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import numpy as np
 from rollout.backend import Backend
 from rollout.config import Settings
 from rollout.detokenize import Detokenizer
-from rollout.engine import ScoreEvent
 from rollout.errors import (
     InvalidRequest,
     NotFound,
@@ -29,6 +26,7 @@ from rollout.errors import (
     UnsupportedFeature,
     WeightUpdateError,
 )
+from rollout.events import ScoreEvent
 from rollout.manifest import manifest_digest
 from rollout.replica import Replica
 from rollout.router import LiveSample, Router
@@ -56,8 +54,7 @@ from rollout.worker import WorkerInfo
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-_BUCKET_BYTES = 32 * 1024 * 1024
-_MAX_SCORE_ATTEMPTS = 4
+_BUCKET_BYTES, _MAX_SCORE_ATTEMPTS = 32 * 1024 * 1024, 4
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
@@ -388,9 +385,9 @@ class Pool(Backend):
         Raises:
             UnsupportedFeature: the model has no tokenizer.
         """
-        if self._tokenizer is None:
-            raise UnsupportedFeature("the model has no tokenizer; send token ids instead of text", field="text")
-        return self._tokenizer.encode(text)
+        if self._tokenizer is not None:
+            return self._tokenizer.encode(text)
+        raise UnsupportedFeature("the model has no tokenizer; send token ids instead of text", field="text")
 
     @property
     def manifest_digest(self) -> str:
@@ -398,6 +395,6 @@ class Pool(Backend):
         return manifest_digest(self._require_info().manifest)
 
     def _require_info(self) -> WorkerInfo:
-        if self._info is None:
-            raise ReplicaUnavailable("the replicas are still starting")
-        return self._info
+        if self._info is not None:
+            return self._info
+        raise ReplicaUnavailable("the replicas are still starting")

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.chunks import cut_tokens
-from rollout.engine import Event, FailureEvent, ScoreEvent
 from rollout.errors import ReplicaUnavailable, RolloutError
+from rollout.events import Event, FailureEvent, ScoreEvent
 from rollout.replica import Replica
 from rollout.types import ReplicaLoad, SampleRequest, ScoreOptions, ScoreSequence, TokenChunk, WeightState
 from rollout.worker import WorkerInfo

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from rollout.engine import Event, FailureEvent
+from rollout.events import Event, FailureEvent
 from rollout.tracing import Attributes, start
 from rollout.types import SampleEvent, SampleRequest
 

@@ -14,9 +14,10 @@ from rollout.activation_log import ActivationLog
 from rollout.certify.certificate import require_certificate
 from rollout.config import Settings
 from rollout.detokenize import Detokenizer
-from rollout.engine import Engine, Event
+from rollout.engine import Engine
 from rollout.engine_thread import EngineThread
 from rollout.errors import NotFound, ReplicaUnavailable, RolloutError
+from rollout.events import Event
 from rollout.kernels.registry import kernels_of
 from rollout.manifest import build_manifest
 from rollout.model import DTYPES, SharedModel, load_model

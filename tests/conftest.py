@@ -10,6 +10,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Short spins also while other work keeps the machine busy; the value is that of rollout.openmp.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,12 @@ import pytest
 
 from rollout.assets import DEFAULT_MODEL, prepare_model, tiny_model
 from rollout.errors import ConfigError, ReplicaUnavailable
+
+
+def pytest_configure() -> None:
+    """Ctrl-C is tested, also where a shell started the tests in the background and had them ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,9 @@ import torch
 import transformers
 
 from rollout.detokenize import Detokenizer
-from rollout.engine import Engine, Event, FailureEvent, ScoreEvent
+from rollout.engine import Engine
 from rollout.errors import RolloutError
+from rollout.events import Event, FailureEvent, ScoreEvent
 from rollout.kernels.registry import resolve_kernels
 from rollout.model import SharedModel, load_model
 from rollout.scheduler import SchedulerLimits

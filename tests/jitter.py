@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from rollout.engine import Engine, Event, FailureEvent, ScoreEvent
+from rollout.engine import Engine
+from rollout.events import Event, FailureEvent, ScoreEvent
 from rollout.model import SharedModel
 from rollout.types import PromptChunk, SampleEvent, SampleRequest, ScoreSequence, SequenceScore, TokenChunk, TopLogprobs
 from tests.engines import build_engine, fresh_model, random_prompt, sample

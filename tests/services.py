@@ -15,8 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rollout.assets import tiny_model
 from rollout.config import Settings
-from rollout.engine import Engine, Event, FailureEvent
+from rollout.engine import Engine
 from rollout.engine_thread import EngineThread
+from rollout.events import Event, FailureEvent
 from rollout.scheduler import SchedulerLimits
 from rollout.serving import Service, running_service
 from rollout.types import GenerateRequest, SampleEvent, SampleRequest, SamplingParams, TokenChunk

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engine import ScoreEvent
+from rollout.events import ScoreEvent
 from rollout.types import LogprobMode, SampleEvent, ScoreSequence
 from tests.engines import build_engine, sample, shared_model, train_forward
 from trainer_bridge.forward import TrainingSample

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.engine import Engine, Event, FailureEvent
+from rollout.engine import Engine
 from rollout.engine_thread import EngineThread
 from rollout.errors import ParityError, ReplicaUnavailable, WeightUpdateError
+from rollout.events import Event, FailureEvent
 from rollout.types import (
     FinishReason,
     SampleEvent,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,14 +75,6 @@ class FakeClient:
                 await asyncio.Event().wait()
             self.sent += part
             yield part
-
-
-@pytest.fixture(autouse=True)
-def interruptible() -> Iterator[None]:
-    """Python's own handler, also where the tests were started in the background with SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

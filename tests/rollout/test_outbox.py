@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.chunks import merge_chunks
-from rollout.engine import Event, FailureEvent, ScoreEvent
 from rollout.errors import ParityError
+from rollout.events import Event, FailureEvent, ScoreEvent
 from rollout.outbox import Outbox
 from rollout.types import FinishDetail, FinishReason, SampleEvent, SampleSummary, SequenceScore, TokenChunk
 

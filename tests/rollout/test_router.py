@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.engine import Event, FailureEvent, ScoreEvent
 from rollout.errors import CapacityExceeded, ParityError, ReplicaUnavailable, RolloutError
+from rollout.events import Event, FailureEvent, ScoreEvent
 from rollout.router import LiveSample, Router
 from rollout.types import (
     FinishDetail,

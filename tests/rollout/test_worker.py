@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rollout.engine import Event, FailureEvent, ScoreEvent
 from rollout.errors import CapacityExceeded, InvalidRequest, NotFound, ReplicaUnavailable, WeightUpdateError
+from rollout.events import Event, FailureEvent, ScoreEvent
 from rollout.types import (
     FinishReason,
     SampleEvent,

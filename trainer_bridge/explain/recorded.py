@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from rollout.activation_log import ActivationDigests, digest_rows
+from rollout.kernels.base import BoundPacked
 from rollout.types import UInt64Array
 from trainer_bridge.explain.findings import Cause, Finding
 from trainer_bridge.forward import TrainingForward
@@ -27,11 +29,23 @@ class _RecordingKernels:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def attention_varlen(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-        """See ``KernelSet.attention_varlen``."""
-        self.calls.append((options["cu_seqlens_k"], digest_rows(k, v)))
-        out: torch.Tensor = self._inner.attention_varlen(q, k, v, **options)
-        return out
+    def bind_packed(self, cu_seqlens: torch.Tensor) -> BoundPacked:
+        """See ``KernelSet.bind_packed``."""
+        return _RecordingPass(self._inner.bind_packed(cu_seqlens), cu_seqlens, self.calls)
+
+
+@dataclass(frozen=True, slots=True)
+class _RecordingPass:
+    """One pass of the kernel set."""
+
+    inner: BoundPacked
+    cu_seqlens: torch.Tensor
+    calls: list[tuple[torch.Tensor, UInt64Array]]
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """See ``BoundPacked.attend``."""
+        self.calls.append((self.cu_seqlens, digest_rows(k, v)))
+        return self.inner.attend(layer, q, k, v, scale)
 
 
 class TrainerLog:
