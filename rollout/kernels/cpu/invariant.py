@@ -1,23 +1,17 @@
-"""Invariant mode for CPU: aten kernels replaced, through ``torch.library``, by row-invariant ones while it is active.
-
-The switch follows thinking-machines' ``set_batch_invariant_mode``. The dispatcher's table belongs to the process, so
-nested or concurrent uses share one installation, counted; the last to leave restores torch's own kernels. Autograd is
-untouched: formulas sit above the replaced kernels, and the products of a backward pass are invariant too.
-"""
+"""Invariant mode for CPU: aten kernels replaced by row-invariant ones while it is active; see ``OperatorOverrides``."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import threading
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from rollout.kernels.cpu import activation, logprob
 from rollout.kernels.cpu.fused import mean_rows
+from rollout.kernels.overrides import OperatorOverrides
 
 ROW_TILE = 16
 """Products run on a multiple of this many rows: MKL and oneDNN pick other kernels, and other orders, for fewer rows."""
@@ -33,46 +27,6 @@ def _pad_rows(x: torch.Tensor, dim: int) -> torch.Tensor:
     shape = list(x.shape)
     shape[dim] = missing
     return torch.cat((x, x.new_zeros(shape)), dim)
-
-
-class OperatorOverrides:
-    """Counted installation of the replaced kernels in torch's dispatcher."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._depth = 0
-        self._library: torch.library.Library | None = None
-
-    def enter(self) -> None:
-        """Count one more user; the first installs."""
-        with self._lock:
-            if self._depth == 0:
-                self._library = self._install()
-            self._depth += 1
-
-    def leave(self) -> None:
-        """Count one user less; the last restores torch's own kernels."""
-        with self._lock:
-            self._depth -= 1
-            if self._depth == 0 and self._library is not None:
-                self._library._destroy()
-                self._library = None
-
-    @property
-    def active(self) -> bool:
-        """Whether anyone in the process holds the installation."""
-        return self._depth > 0
-
-    @staticmethod
-    def _install() -> torch.library.Library:
-        library = torch.library.Library("aten", "IMPL")
-        with warnings.catch_warnings():
-            # torch announces that a kernel is overridden, which is the purpose here.
-            warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
-            for name, build in _REPLACEMENTS.items():
-                original = torch.library.get_kernel(f"aten::{name}", "CPU")
-                library.impl(name, build(original), "CPU", with_keyset=True, allow_override=True)
-        return library
 
 
 def _mm(original: Any) -> Callable[..., torch.Tensor]:
@@ -217,15 +171,9 @@ _REPLACEMENTS: dict[str, Callable[[Any], Callable[..., torch.Tensor]]] = {
 @functools.lru_cache(maxsize=1)
 def overrides() -> OperatorOverrides:
     """The process's one installation, made on first use."""
-    return OperatorOverrides()
+    return OperatorOverrides("CPU", _REPLACEMENTS)
 
 
-@contextlib.contextmanager
-def invariant_mode() -> Iterator[None]:
+def invariant_mode() -> contextlib.AbstractContextManager[None]:
     """Row-invariant aten kernels inside the block; reentrant and safe across threads."""
-    state = overrides()
-    state.enter()
-    try:
-        yield
-    finally:
-        state.leave()
+    return overrides()()

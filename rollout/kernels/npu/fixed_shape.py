@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 
+from rollout.kernels.overrides import Kernel
+
 ROW_TILE = 128
 """Rows a product or norm sees; the cube unit's own row tile."""
 REDUCE_TILE = 16
 """Rows a reduction over a vocabulary sees."""
 
-Kernel = Callable[..., Any]
+LastReduction = Callable[[Any, Any, torch.Tensor, bool, torch.dtype | None], torch.Tensor]
+"""(original kernel, dispatch keys, x, keepdim, dtype) -> x reduced over its last dimension"""
 
 
 def in_tiles(x: torch.Tensor, tile: int, run: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -76,25 +79,37 @@ def bmm(original: Any) -> Kernel:
     return replaced
 
 
-def reduction(original: Any) -> Kernel:
-    """aten::mean.dim and aten::sum.dim_IntList over the last dimension; other dimensions are left to the device."""
+def last_reduction(reduce: LastReduction) -> Callable[[Any], Kernel]:
+    """aten::mean.dim or aten::sum.dim_IntList by ``reduce``; other dimensions and dtypes are left to the device."""
 
-    def replaced(
-        keys: Any,
-        x: torch.Tensor,
-        dim: Sequence[int] | None,
-        keepdim: bool = False,
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        if not x.is_floating_point() or not over_last(x, dim):
+    def build(original: Any) -> Kernel:
+        def replaced(
+            keys: Any,
+            x: torch.Tensor,
+            dim: Sequence[int] | None,
+            keepdim: bool = False,
+            *,
+            dtype: torch.dtype | None = None,
+        ) -> torch.Tensor:
+            if x.is_floating_point() and over_last(x, dim):
+                return reduce(original, keys, x, keepdim, dtype)
             whole: torch.Tensor = original.call_boxed(keys, x, dim, keepdim, dtype=dtype)
             return whole
-        rows = x.reshape(-1, x.size(-1))
-        out = in_tiles(rows, ROW_TILE, lambda part: original.call_boxed(keys, part, [1], False, dtype=dtype))
-        return out.reshape(*x.shape[:-1], 1) if keepdim else out.reshape(x.shape[:-1])
 
-    return replaced
+        return replaced
+
+    return build
+
+
+def _reduced_in_tiles(
+    original: Any, keys: Any, x: torch.Tensor, keepdim: bool, dtype: torch.dtype | None
+) -> torch.Tensor:
+    rows = x.reshape(-1, x.size(-1))
+    out = in_tiles(rows, ROW_TILE, lambda part: original.call_boxed(keys, part, [1], False, dtype=dtype))
+    return out.reshape(*x.shape[:-1], 1) if keepdim else out.reshape(x.shape[:-1])
+
+
+reduction = last_reduction(_reduced_in_tiles)
 
 
 def over_last(x: torch.Tensor, dim: Sequence[int] | None) -> bool:

@@ -1,4 +1,4 @@
-"""Invariant mode on the NPU: aten operators replaced through ``torch.library`` while anyone holds the mode.
+"""Invariant mode on the NPU: aten operators replaced while anyone holds the mode; see ``OperatorOverrides``.
 
 torch_npu registers ``matmul`` and ``softmax.int`` as operators of their own, with an autograd formula, instead of
 letting them decompose. They are replaced at the autograd key by a decomposition, so that every product passes through
@@ -7,17 +7,11 @@ letting them decompose. They are replaced at the autograd key by a decomposition
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
-from rollout.kernels.npu.fixed_shape import Kernel
-
-Replacements = Mapping[str, Callable[[Any], Kernel]]
+from rollout.kernels.overrides import Kernel, OperatorOverrides, Replacements
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -43,47 +37,8 @@ def softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torc
 COMPOSITES: Mapping[str, Kernel] = {"matmul": matmul, "softmax.int": softmax}
 
 
-class InvariantMode:
-    """Counted installation at one device's dispatch key; the last to leave restores the device's kernels."""
+class InvariantMode(OperatorOverrides):
+    """The mode at one device's dispatch key; tests emulate the NPU at "CPU"."""
 
     def __init__(self, key: str, replacements: Replacements) -> None:
-        """Args: key: "PrivateUse1" for the NPU, "CPU" where tests emulate it."""
-        self.key = key
-        self._replacements = replacements
-        self._lock = threading.Lock()
-        self._depth = 0
-        self._library: torch.library.Library | None = None
-
-    @property
-    def active(self) -> bool:
-        """Whether anyone in the process holds the mode."""
-        return self._depth > 0
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Hold the mode; reentrant and safe across threads."""
-        with self._lock:
-            if self._depth == 0:
-                self._library = self._install()
-            self._depth += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._depth -= 1
-                if self._depth == 0 and self._library is not None:
-                    self._library._destroy()
-                    self._library = None
-
-    def _install(self) -> torch.library.Library:
-        library = torch.library.Library("aten", "IMPL")
-        with warnings.catch_warnings():
-            # torch announces that a kernel is overridden, which is the purpose here.
-            warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
-            for name, build in self._replacements.items():
-                original = torch.library.get_kernel(f"aten::{name}", self.key)
-                library.impl(name, build(original), self.key, with_keyset=True, allow_override=True)
-            for name, function in COMPOSITES.items():
-                for key in (f"Autograd{self.key}", self.key):
-                    library.impl(name, function, key, allow_override=True)
-        return library
+        super().__init__(key, replacements, COMPOSITES)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from rollout.errors import ConfigError
-from rollout.kernels.npu.fixed_shape import Kernel, over_last
+from rollout.kernels.npu.fixed_shape import last_reduction
+from rollout.kernels.overrides import Kernel
 
 NAME = "batch_invariant_ops"
 REQUIRED = (
@@ -147,23 +148,9 @@ def replacements(package: PackageOps) -> dict[str, Callable[[Any], Kernel]]:
 
 
 def _reduction(operator: Callable[..., torch.Tensor]) -> Callable[[Any], Kernel]:
-    def build(original: Any) -> Kernel:
-        def replaced(
-            keys: Any,
-            x: torch.Tensor,
-            dim: Sequence[int] | None,
-            keepdim: bool = False,
-            *,
-            dtype: torch.dtype | None = None,
-        ) -> torch.Tensor:
-            if not x.is_floating_point() or not over_last(x, dim):
-                whole: torch.Tensor = original.call_boxed(keys, x, dim, keepdim, dtype=dtype)
-                return whole
-            return operator(x if dtype is None else x.to(dtype), x.dim() - 1, keepdim)
-
-        return replaced
-
-    return build
+    return last_reduction(
+        lambda original, keys, x, keepdim, dtype: operator(x if dtype is None else x.to(dtype), x.dim() - 1, keepdim)
+    )
 
 
 def _normalisation(operator: Callable[..., torch.Tensor]) -> Callable[[Any], Kernel]:
