@@ -14,6 +14,7 @@ import torch
 
 from rollout.kernels.base import KVStore
 from rollout.kernels.cpu import entries
+from rollout.kernels.cpu.arrays import stored_type
 from rollout.kernels.cpu.invariant import invariant_mode
 from rollout.kernels.cpu.linear import LinearPlan, RolloutLinear
 from rollout.kernels.cpu.plan import ATTENTION_WORTH_A_THREAD, QUERY_TILE, AttentionPlan, plan_attention
@@ -102,7 +103,7 @@ class FusedDecoder:
         self._dtype: torch.dtype = self._model.embed_tokens.weight.dtype
         self._eps = float(np.float32(self._model.norm.variance_epsilon))
         self._cos, self._sin = self._rope_tables(context_length)
-        stored = np.uint16 if self._dtype == torch.bfloat16 else np.float32
+        stored = stored_type(self._dtype)
         self._add_norm = Call(entries.add_norm_entry(stored), entries.NORM_FIELDS)
         self._gate = Call(entries.gated_entry(stored), entries.GATED_FIELDS)
         self._rotate = Call(entries.rope_entry(stored), entries.ROPE_FIELDS)

@@ -23,7 +23,7 @@ from numba.core import types
 
 from rollout.kernels.cpu.compiler import carray, cgutils, intrinsic
 from rollout.kernels.cpu.team import Call, entry, pointer, take_jobs
-from rollout.kernels.cpu.vector import FLOATS, WIDTH, constant, put, splat, take
+from rollout.kernels.cpu.vector import FLOATS, WIDTH, constant, index, matrices, put, row_of, splat, take
 
 PANEL = 64
 """Columns of a packed weight panel: four vectors"""
@@ -62,27 +62,17 @@ def _make_tile(rows: int) -> Callable[..., Any]:
         """out[r] (+)= chain over pairs [first, last); added to what is there unless first is 0."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            kinds = signature.args[:3]
-            arrays = [context.make_array(t)(context, builder, a) for t, a in zip(kinds, args, strict=False)]
-            source, weights, target = (array.data for array in arrays)
-            strides = [cgutils.unpack_tuple(builder, array.strides, 2)[0] for array in arrays]
+            source, weights, target = matrices(context, builder, signature.args[:3], args[:3])
             pairs = ir.VectorType(_BFloat(), 2 * WIDTH)
             kind = ir.FunctionType(FLOATS, [FLOATS, pairs, pairs])
             dot = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
 
-            def index(value: int) -> Any:
-                return ir.Constant(ir.IntType(64), value)
-
-            def row(base: Any, stride: Any, number: Any) -> Any:
-                raw = builder.bitcast(base, ir.IntType(8).as_pointer())
-                return builder.bitcast(builder.gep(raw, [builder.mul(stride, number)]), base.type)
-
             sums = {(r, v): cgutils.alloca_once(builder, FLOATS) for r in range(rows) for v in range(_VECTORS)}
             for place in sums.values():
                 builder.store(constant(FLOATS, 0.0), place)
-            lefts = [row(source, strides[0], index(r)) for r in range(rows)]
+            lefts = [row_of(builder, source, index(r)) for r in range(rows)]
             with cgutils.for_range_slice(builder, args[3], args[4], index(1)) as (pair, _):
-                here = row(weights, strides[1], pair)
+                here = row_of(builder, weights, pair)
                 columns = []
                 for v in range(_VECTORS):
                     place = builder.bitcast(builder.gep(here, [index(v * WIDTH)]), _PAIRS.as_pointer())
@@ -94,9 +84,8 @@ def _make_tile(rows: int) -> Callable[..., Any]:
                         builder.store(builder.call(dot, [builder.load(place), factor, columns[v]]), place)
             fresh = builder.icmp_signed("==", args[3], index(0))
             for (r, v), place in sums.items():
-                kept = builder.bitcast(
-                    builder.gep(row(target, strides[2], index(r)), [index(v * WIDTH)]), FLOATS.as_pointer()
-                )
+                kept = builder.gep(row_of(builder, target, index(r)), [index(v * WIDTH)])
+                kept = builder.bitcast(kept, FLOATS.as_pointer())
                 before = builder.load(kept, align=4)
                 total = builder.fadd(before, builder.load(place))
                 builder.store(builder.select(fresh, builder.load(place), total), kept, align=4)

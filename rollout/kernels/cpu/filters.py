@@ -21,13 +21,20 @@ _LAST_SPAN = 64.0
 
 
 @numba.njit(error_model="numpy")
-def kept_mass(logprobs: np.ndarray, keep: np.ndarray) -> Any:
-    """See ``rollout.sampling.relative_mass``."""
+def _count_and_top(logprobs: np.ndarray, keep: np.ndarray) -> Any:
+    """How many are kept, and the largest log-prob among them."""
     count, top = 0, -np.inf
     for i in range(keep.size):
         if keep[i]:
             count += 1
             top = max(top, np.float64(logprobs[i]))
+    return count, top
+
+
+@numba.njit(error_model="numpy")
+def kept_mass(logprobs: np.ndarray, keep: np.ndarray) -> Any:
+    """See ``rollout.sampling.relative_mass``."""
+    count, top = _count_and_top(logprobs, keep)
     if keep.size - count < count:
         rest = 1.0
         if count < keep.size:
@@ -104,11 +111,7 @@ def filter_row(logprobs: np.ndarray, barred: np.ndarray, filters: np.ndarray, ke
     keep[:] = True
     for i in range(barred.size):
         keep[barred[i]] = False
-    count, top = 0, -np.inf
-    for i in range(keep.size):
-        if keep[i]:
-            count += 1
-            top = max(top, np.float64(logprobs[i]))
+    count, top = _count_and_top(logprobs, keep)
     if count == 0 or not (k > 0 or p < 1.0 or min_p > 0.0):
         return count
     floor = top + math.log(min_p) if min_p > 0.0 else -np.inf

@@ -13,6 +13,7 @@ import torch
 from rollout.errors import ConfigError, InvalidRequest, UnsupportedFeature
 from rollout.kernels.base import Capabilities, Decoder, KernelSet, KVLayout, KVStore
 from rollout.kernels.cpu import entries, invariant
+from rollout.kernels.cpu.arrays import stored_type
 from rollout.kernels.cpu.attention_backward import attention_backward
 from rollout.kernels.cpu.compiler import source_digest
 from rollout.kernels.cpu.decoder import ARCHITECTURES as FUSED_ARCHITECTURES
@@ -39,8 +40,7 @@ def _attend(
     q, layout = q.detach().contiguous(), store.layout
     out, lse = torch.empty_like(q), torch.empty(q.size(1), q.size(0))
     plan = plan_attention(page_table, cache_seqlens, cu_seqlens_q)
-    stored = np.uint16 if q.dtype == torch.bfloat16 else np.float32
-    run = Call(entries.attention_entry(stored), entries.ATTENTION_FIELDS)
+    run = Call(entries.attention_entry(stored_type(q.dtype)), entries.ATTENTION_FIELDS)
     run(
         len(plan.tasks) * layout.num_kv_heads, plan.cost * q.size(1) * q.size(2), ATTENTION_WORTH_A_THREAD,
         q.data_ptr(), *store.addresses(layer), *plan.addresses, out.data_ptr(), lse.data_ptr(), q.size(0), *plan.sizes,

@@ -18,7 +18,8 @@ import torch
 
 
 @functools.lru_cache(maxsize=1)
-def _pool() -> ThreadPoolExecutor:
+def python_threads() -> ThreadPoolExecutor:
+    """The process's threads for kernels that torch's OpenMP team does not run."""
     return ThreadPoolExecutor(max_workers=64, thread_name_prefix="zerodrift-kernel")
 
 
@@ -35,7 +36,7 @@ def run_split(job_range: Callable[[int, int], None], costs: npt.NDArray[np.int64
         return
     goals = total * np.arange(1, shares) // shares
     edges = [0, *np.searchsorted(np.cumsum(costs), goals, side="right").tolist(), len(costs)]
-    futures: list[Future[None]] = [_pool().submit(job_range, a, b) for a, b in itertools.pairwise(edges[1:])]
+    futures: list[Future[None]] = [python_threads().submit(job_range, a, b) for a, b in itertools.pairwise(edges[1:])]
     job_range(edges[0], edges[1])
     for future in futures:
         future.result()

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rollout.kernels.cpu.arrays import stored_type
 from rollout.kernels.cpu.compiler import carray, compiled
 from rollout.kernels.cpu.filters import filter_row, kept_mass
 from rollout.kernels.cpu.logprob import CHUNK, WORTH_A_THREAD, log_sum, logprob, row_tops
@@ -28,12 +29,11 @@ _STEPS = 8.0
 _LEAST = -4.0
 _MOST = 22.5
 _MARGIN = 1e-6
-_LANES = 16
 DRAW, GREEDY, GIVEN, FILTERED = 0, 1, 2, 3
 """What is wanted of a row; FILTERED + DRAW or FILTERED + GREEDY where tokens may be ruled out."""
 NOTHING_LEFT = -2
 """Instead of a token: the filters bar them all."""
-_NAN = np.float32(np.nan)
+_NAN, _ZERO, _ONE = np.float32(np.nan), np.float32(0.0), np.float32(1.0)
 _MOST_NOISE = 22.2
 """Above the largest noise there is, -log(2**-32) = 22.18."""
 NEVER = np.int64(1 << 32)
@@ -66,37 +66,6 @@ def _gumbel(hashed: np.uint32) -> float:
 
 
 @numba.njit(inline="always", error_model="numpy")
-def _highest(part: np.ndarray, lanes: np.ndarray) -> Any:
-    """Largest value of a chunk without NaN, in 16 lanes so that the loop is vectorised."""
-    whole = part.size - part.size % _LANES
-    lanes[:] = -np.inf
-    for i in range(0, whole, _LANES):
-        for t in range(_LANES):
-            lanes[t] = part[i + t] if part[i + t] > lanes[t] else lanes[t]
-    for i in range(whole, part.size):
-        lanes[0] = part[i] if part[i] > lanes[0] else lanes[0]
-    top = lanes[0]
-    for t in range(_LANES):
-        top = lanes[t] if lanes[t] > top else top
-    return top
-
-
-@numba.njit(inline="always", error_model="numpy")
-def _most_likely(logprobs: np.ndarray, tops: np.ndarray) -> Any:
-    """First index of the largest log-prob; -1 when there is a NaN. tops: largest value of every chunk."""
-    sound = 0
-    for i in range(logprobs.size):
-        sound += logprobs[i] == logprobs[i]
-    if sound != logprobs.size:
-        return -1
-    chunk: Any = np.argmax(tops)
-    for i in range(chunk * CHUNK, min((chunk + 1) * CHUNK, logprobs.size)):
-        if logprobs[i] == tops[chunk]:
-            return i
-    return -1
-
-
-@numba.njit(inline="always", error_model="numpy")
 def _least_hash(needed: float, table: np.ndarray) -> np.int64:
     """A hash below which noise of ``needed`` is impossible; NEVER when no hash gives it."""
     if needed > _MOST_NOISE:
@@ -119,44 +88,14 @@ def _hash_chunk(state: np.uint32, start: int, bar: np.int64, count: int, hashes:
     return int(reached)
 
 
-@compiled
-def _draw_row(logprobs: np.ndarray, state: np.uint32, table: np.ndarray, hashes: np.ndarray) -> Any:
-    """Winner among finite log-probs; -1 when there is none or when a NaN is met."""
-    lanes = np.empty(_LANES, np.float32)
-    tops = np.empty((logprobs.size + CHUNK - 1) // CHUNK, np.float32)
-    for c in range(tops.size):
-        tops[c] = _highest(logprobs[c * CHUNK : min((c + 1) * CHUNK, logprobs.size)], lanes)
-    top = _most_likely(logprobs, tops)
-    if top < 0 or logprobs[top] == -np.inf:
-        return -1
-    # Starting from the likeliest token raises the bar for all others at once.
-    best = top
-    best_score = np.float64(logprobs[top]) + _gumbel(_column_hash(state, np.uint32(top)))
-    for c in range(tops.size):
-        start = c * CHUNK
-        part = logprobs[start : min(start + CHUNK, logprobs.size)]
-        bar = _least_hash(best_score - np.float64(tops[c]), table)
-        if bar == NEVER or _hash_chunk(state, start, bar, part.size, hashes) == 0:
-            continue
-        for i in range(part.size):
-            if hashes[i] < bar or part[i] == -np.inf:
-                continue
-            logprob = np.float64(part[i])
-            if hashes[i] < _least_hash(best_score - logprob, table):
-                continue
-            score = logprob + _gumbel(hashes[i])
-            if score > best_score or (score == best_score and start + i < best):
-                best_score = score
-                best = start + i
-    return best
-
-
 @numba.njit(error_model="numpy")
-def _first_of_value(
+def _likeliest(
     row: np.ndarray, tops: np.ndarray, temperature: np.float32, top: np.float32, log_total: np.float32
 ) -> Any:
-    """Lowest id whose log-prob equals the largest one; rounding may give it to several."""
-    highest = (top - top) - log_total
+    """Lowest id whose log-prob equals the largest one, which rounding may give to several; -1 when none is finite."""
+    highest = (tops.max() / temperature - top) - log_total
+    if highest == -np.inf:
+        return -1
     for number in range(tops.size):
         if (tops[number] / temperature - top) - log_total == highest:
             for i in range(number * CHUNK, min((number + 1) * CHUNK, row.size)):
@@ -166,7 +105,7 @@ def _first_of_value(
 
 
 @numba.njit(error_model="numpy")
-def _draw_from_logits(
+def _draw(
     row: np.ndarray,
     tops: np.ndarray,
     temperature: np.float32,
@@ -176,11 +115,16 @@ def _draw_from_logits(
     table: np.ndarray,
     hashes: np.ndarray,
 ) -> Any:
-    """``_draw_row`` with log-probs computed where they are needed."""
-    best = _first_of_value(row, tops, temperature, top, log_total)
+    """Winner among finite log-probs, -1 when there is none; they are computed where they are needed.
+
+    A row of log-probs is a row of logits with temperature 1, top 0 and log_total 0: those steps change no bit of it.
+    """
+    best = _likeliest(row, tops, temperature, top, log_total)
     if best < 0:
         return -1
-    best_score = np.float64((top - top) - log_total) + _gumbel(_column_hash(state, np.uint32(best)))
+    # Starting from the likeliest token raises the bar for all others at once.
+    likeliest = np.float64(logprob(row[best], temperature, top, log_total))
+    best_score = likeliest + _gumbel(_column_hash(state, np.uint32(best)))
     for number in range(tops.size):
         highest = np.float64((tops[number] / temperature - top) - log_total)
         bar = _least_hash(best_score - highest, table) if highest > -np.inf else NEVER
@@ -202,6 +146,26 @@ def _draw_from_logits(
 
 
 @numba.njit(error_model="numpy")
+def _choose_from_logprobs(
+    logprobs: np.ndarray, state: np.uint32, greedy: bool, table: np.ndarray, tops: np.ndarray, hashes: np.ndarray
+) -> Any:
+    """Token drawn, or the likeliest, from log-probs without NaN; -1 when none is finite."""
+    row_tops(logprobs, tops)
+    if greedy:
+        return _likeliest(logprobs, tops, _ONE, _ZERO, _ZERO)
+    return _draw(logprobs, tops, _ONE, _ZERO, _ZERO, state, table, hashes)
+
+
+@compiled
+def _draw_row(logprobs: np.ndarray, state: np.uint32, table: np.ndarray) -> Any:
+    """One row of log-probs; -1 when it holds NaN or nothing finite."""
+    if np.isnan(logprobs).any():
+        return -1
+    tops = np.empty((logprobs.size + CHUNK - 1) // CHUNK, np.float32)
+    return _choose_from_logprobs(logprobs, state, False, table, tops, np.empty(CHUNK, np.uint32))
+
+
+@numba.njit(error_model="numpy")
 def _sample_filtered(
     row: np.ndarray,
     temperature: np.float32,
@@ -212,6 +176,7 @@ def _sample_filtered(
     filters: np.ndarray,
     barred: np.ndarray,
     table: np.ndarray,
+    tops: np.ndarray,
     hashes: np.ndarray,
     logprobs: np.ndarray,
     keep: np.ndarray,
@@ -226,8 +191,8 @@ def _sample_filtered(
     for i in range(row.size):
         if not keep[i]:
             logprobs[i] = -np.inf
-    token = int(np.argmax(logprobs)) if greedy else _draw_row(logprobs, state, table, hashes)
-    if token < 0 or logprobs[token] == -np.inf:
+    token = _choose_from_logprobs(logprobs, state, greedy, table, tops, hashes)
+    if token < 0:
         return -1, _NAN, _NAN
     policy = logprobs[token]
     if count == row.size:
@@ -260,9 +225,7 @@ def sample_rows(
     """
     tops = np.empty((vocab + CHUNK - 1) // CHUNK, np.float32)
     hashes = np.empty(CHUNK, np.uint32)
-    cut = False
-    for n in range(tokens.size):
-        cut = cut or kinds[n] >= FILTERED
+    cut = (kinds >= FILTERED).any()
     whole, keep = np.empty(vocab if cut else 0, np.float32), np.empty(vocab if cut else 0, np.bool_)
     for n in range(tokens.size):
         row, temperature, state = logits[n, :vocab], temperatures[n], np.uint32(states[n])
@@ -276,13 +239,13 @@ def sample_rows(
         if kinds[n] >= FILTERED:
             tokens[n], logprobs[n, 0], logprobs[n, 1] = _sample_filtered(
                 row, temperature, top, log_total, state, kinds[n] == FILTERED + GREEDY, filters[n],
-                barred[bars[n] : bars[n + 1]], table, hashes, whole, keep,
+                barred[bars[n] : bars[n + 1]], table, tops, hashes, whole, keep,
             )  # fmt: skip
             continue
         if kinds[n] == GREEDY:
-            tokens[n] = _first_of_value(row, tops, temperature, top, log_total)
+            tokens[n] = _likeliest(row, tops, temperature, top, log_total)
         elif kinds[n] == DRAW:
-            tokens[n] = _draw_from_logits(row, tops, temperature, top, log_total, state, table, hashes)
+            tokens[n] = _draw(row, tops, temperature, top, log_total, state, table, hashes)
         if tokens[n] >= 0:
             logprobs[n, :] = logprob(row[tokens[n]], temperature, top, log_total)
 
@@ -341,19 +304,18 @@ class CpuSampler:
     def __init__(self) -> None:
         self._table = threshold_table()
         self._calls: dict[type, Call] = {}
-        self._hashes = np.empty(CHUNK, np.uint32)
 
     def draw(self, logprobs: Float32Array, keep: npt.NDArray[np.bool_] | None, seed: int, position: int) -> int:
         """Same result as ``rollout.sampling.draw``; -1 where the row holds NaN or keeps nothing."""
         if keep is not None:
             logprobs = np.where(keep, logprobs, np.float32(-np.inf))
-        return int(_draw_row(logprobs, np.uint32(row_state(seed, position) & MASK32), self._table, self._hashes))
+        return int(_draw_row(logprobs, np.uint32(row_state(seed, position) & MASK32), self._table))
 
     def sample(self, logits: torch.Tensor, vocab_size: int, rows: RowsToSample) -> torch.Tensor:
         """``sample_rows`` on all threads: logits [N, >= V]; fills ``rows.tokens``, returns log-probs [N, 2]."""
         logits = logits.contiguous()
         logprobs = torch.empty(logits.size(0), 2)
-        stored = np.uint16 if logits.dtype == torch.bfloat16 else np.float32
+        stored = stored_type(logits.dtype)
         if stored not in self._calls:
             self._calls[stored] = Call(_sample_entry(stored), "q" * 14)
         self._calls[stored](

@@ -14,7 +14,6 @@ import logging
 import re
 import struct
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from llvmlite import ir
 from numba.core import types
 
 from rollout.kernels.cpu.compiler import caching, intrinsic
+from rollout.kernels.cpu.parallel import python_threads
 
 log = logging.getLogger(__name__)
 NEXT_JOB, JOBS, GRAIN, FIRST = 0, 1, 2, 3
@@ -91,14 +91,9 @@ def _gomp(library: type[ctypes.CDLL]) -> Callable[..., None] | None:
     return call  # type: ignore[no-any-return]
 
 
-@functools.lru_cache(maxsize=1)
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=64, thread_name_prefix="zerodrift-kernel")
-
-
 def _on_python_threads(address: int, block: int, threads: int) -> None:
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
-    others = [_pool().submit(function, block) for _ in range(threads - 1)]
+    others = [python_threads().submit(function, block) for _ in range(threads - 1)]
     function(block)
     for other in others:
         other.result()

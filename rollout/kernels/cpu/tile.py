@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.core import types
 
 from rollout.kernels.cpu.compiler import cgutils, intrinsic
-from rollout.kernels.cpu.vector import WIDTH, constant, splat, widen
+from rollout.kernels.cpu.vector import WIDTH, constant, index, matrices, row_of, splat, widen
 
 
 def _load(builder: Any, pointer: Any, stored: Any, lanes: int) -> Any:
@@ -31,24 +31,14 @@ def _make_tile(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
     @intrinsic
     def tile(typing: Any, a: Any, b: Any, c: Any, depth: Any, fresh: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            kinds = signature.args[:3]
-            arrays = [context.make_array(t)(context, builder, x) for t, x in zip(kinds, args, strict=False)]
-            left, right, out = (array.data for array in arrays)
-            strides = [cgutils.unpack_tuple(builder, array.strides, 2)[0] for array in arrays]
+            left, right, out = matrices(context, builder, signature.args[:3], args[:3])
             step = ir.VectorType(ir.FloatType(), lanes)
             fma = cgutils.get_or_insert_function(
                 builder.module, ir.FunctionType(step, [step] * 3), f"llvm.fma.v{lanes}f32"
             )
 
-            def row(pointer: Any, stride: Any, number: Any) -> Any:
-                raw = builder.bitcast(pointer, ir.IntType(8).as_pointer())
-                return builder.bitcast(builder.gep(raw, [builder.mul(stride, number)]), pointer.type)
-
-            def index(value: int) -> Any:
-                return ir.Constant(ir.IntType(64), value)
-
             def target(r: int, v: int) -> Any:
-                place = builder.gep(row(out, strides[2], index(r)), [index(v * lanes)])
+                place = builder.gep(row_of(builder, out, index(r)), [index(v * lanes)])
                 return builder.bitcast(place, step.as_pointer())
 
             sums = {(r, v): cgutils.alloca_once(builder, step) for r in range(rows) for v in range(vectors)}
@@ -59,9 +49,9 @@ def _make_tile(rows: int, vectors: int, lanes: int) -> Callable[..., Any]:
                 with load:
                     for (r, v), place in sums.items():
                         builder.store(builder.load(target(r, v), align=4), place)
-            lefts = [row(left, strides[0], index(r)) for r in range(rows)]
+            lefts = [row_of(builder, left, index(r)) for r in range(rows)]
             with cgutils.for_range(builder, args[3]) as loop:
-                here = row(right, strides[1], loop.index)
+                here = row_of(builder, right, loop.index)
                 columns = [
                     _load(builder, builder.gep(here, [index(v * lanes)]), signature.args[1].dtype, lanes)
                     for v in range(vectors)

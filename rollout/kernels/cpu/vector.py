@@ -72,6 +72,24 @@ def splat(builder: Any, value: Any, lanes: int = WIDTH) -> Any:
     return builder.shuffle_vector(one, one, constant(ir.VectorType(ir.IntType(32), lanes), 0))
 
 
+def index(value: int) -> Any:
+    """An address offset."""
+    return ir.Constant(ir.IntType(64), value)
+
+
+def matrices(context: Any, builder: Any, kinds: Any, values: Any) -> list[tuple[Any, Any]]:
+    """(first element, bytes from row to row) of two-dimensional arrays whose inner stride is 1."""
+    arrays = [context.make_array(kind)(context, builder, value) for kind, value in zip(kinds, values, strict=True)]
+    return [(array.data, cgutils.unpack_tuple(builder, array.strides, 2)[0]) for array in arrays]
+
+
+def row_of(builder: Any, matrix: tuple[Any, Any], number: Any) -> Any:
+    """First element of a row."""
+    data, stride = matrix
+    raw = builder.bitcast(data, ir.IntType(8).as_pointer())
+    return builder.bitcast(builder.gep(raw, [builder.mul(stride, number)]), data.type)
+
+
 def _place(context: Any, builder: Any, array_type: Any, array: Any, at: Any, kind: Any) -> Any:
     data = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [at]), kind.as_pointer())
