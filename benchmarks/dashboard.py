@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import platform
@@ -22,7 +21,7 @@ from rich.table import Table
 
 from rollout.types import FinishReason, LogprobMode, SamplingParams, VersionSpan
 from trainer_bridge.compare import compare
-from trainer_bridge.dashboard.serve import bind, make_server, page_address
+from trainer_bridge.dashboard.serve import bind, page_address, serving_beside
 from trainer_bridge.records import ScoredSample
 from trainer_bridge.store.facts import RunHead, SampleFacts, StepFacts
 from trainer_bridge.store.recorder import Recorder, RecordOptions
@@ -90,14 +89,8 @@ def write_run(root: Path, name: str, sibling: str, rows: int, steps: int, share:
 def served(root: Path) -> Iterator[str]:
     """A fresh server of ``root``; its address."""
     listener = bind("127.0.0.1", 0)
-    server = make_server(root, token=None)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
-    thread.start()
-    try:
+    with serving_beside(root, listener, token=None):
         yield page_address(listener, None)
-    finally:
-        server.should_exit = True
-        thread.join(10)
 
 
 def measure(address: str, run: str, other: str, rounds: int) -> dict[str, list[float]]:

@@ -86,10 +86,9 @@ def paged_step(
     cu_seqlens_q: torch.Tensor,
 ) -> PagedStep | SeparateStep:
     """The step of B sequences in as many calls as the set's ``mixed_rows`` allows; arguments as in ``PagedStep``."""
-    whole = PagedStep(kernels, store, slots, page_table, cache_seqlens, cu_seqlens_q)
     counts = cu_seqlens_q.diff()
     if kernels.capabilities.mixed_rows or bool((counts == 1).all()) or bool((counts > 1).all()):
-        return whole
+        return PagedStep(kernels, store, slots, page_table, cache_seqlens, cu_seqlens_q)
     owners = torch.repeat_interleave(torch.arange(len(counts)), counts.to(torch.int64))
     parts = []
     for chosen in (counts == 1, counts > 1):

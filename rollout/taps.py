@@ -9,7 +9,7 @@ server can answer between two steps.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from rollout.activation_log import digest_rows
-from rollout.attention import AttentionStep, PackedStep, PagedStep
+from rollout.attention import AttentionStep, PackedStep, paged_step
 from rollout.errors import InvalidRequest
-from rollout.kernels.base import Decoder, KVLayout
+from rollout.kernels.base import Decoder
 from rollout.model import SharedModel
+from rollout.replay_pages import ReplayPages
 from rollout.types import UInt64Array
 
 ForwardPath = Literal["fused", "modules", "training"]
@@ -210,7 +211,8 @@ class Tracer:
 
     def _rollout(self, request: TraceRequest, recorder: _Recorder) -> torch.Tensor:
         ids, positions = self._ids(request)
-        pages = _Pages(self._model, [len(ids), *(len(c) for c in request.company)])
+        lengths = [len(ids), *(len(c) for c in request.company)]
+        pages = ReplayPages(self._model.kernels, self._model.spec, lengths)
         start = len(ids) if request.decode_from is None else max(1, min(request.decode_from, len(ids)))
         ranges = [(0, start)] + [(n, n + 1) for n in range(start, len(ids))]
         parts = [
@@ -229,7 +231,7 @@ class Tracer:
         self,
         request: TraceRequest,
         recorder: _Recorder,
-        pages: _Pages,
+        pages: ReplayPages,
         rows: tuple[torch.Tensor, torch.Tensor, int],
     ) -> torch.Tensor:
         """One step: the traced rows first, then all of every stranger."""
@@ -247,27 +249,6 @@ class Tracer:
             hidden = self._decoder.hidden_states(input_ids, places, slots, pages.store, pages.table, seqlens, cu)
             return hidden[: len(ids)]
         recorder.first, recorder.last = 0, len(ids)
-        step = PagedStep(self._model.kernels, pages.store, slots, pages.table, seqlens, cu)
+        step = paged_step(self._model.kernels, pages.store, slots, pages.table, seqlens, cu)
         with _hooked(self._model, recorder):
             return self._model.hidden_states(input_ids, places, _TappedStep(step, recorder))[: len(ids)]
-
-
-class _Pages:
-    """A poisoned cache for the sequences of one replay."""
-
-    def __init__(self, model: SharedModel, lengths: Sequence[int]) -> None:
-        spec, self._page = model.spec, model.kernels.page_size
-        counts = [-(-n // self._page) for n in lengths]
-        layout = KVLayout(spec.num_layers, sum(counts), self._page, spec.num_kv_heads, spec.head_dim, spec.dtype)
-        self.store = model.kernels.allocate_kv(layout)
-        self.store.poison()
-        self.table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
-        start = 0
-        for row, count in zip(self.table, counts, strict=True):
-            row[:count] = torch.arange(start, start + count)
-            start += count
-
-    def slots(self, sequence: int, first: int, last: int) -> torch.Tensor:
-        """int64 [last - first]"""
-        position = torch.arange(first, last)
-        return self.table[sequence, position // self._page].to(torch.int64) * self._page + position % self._page

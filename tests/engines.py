@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 import transformers
 
+from rollout.certify.threads import torch_threads as torch_threads
 from rollout.detokenize import Detokenizer
 from rollout.engine import Engine
 from rollout.errors import RolloutError
@@ -99,17 +100,6 @@ def sample(prompt: Sequence[int], sample_id: str = "s", index: int = 0, **sampli
 def random_prompt(length: int, seed: int, vocab_size: int = 64) -> tuple[int, ...]:
     """Token ids that neither torch nor the model had a hand in."""
     return tuple(int(t) for t in np.random.default_rng(seed).integers(2, vocab_size, length))
-
-
-@contextlib.contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """torch's thread number inside the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # ---- running ----------------------------------------------------------------------------------------------------

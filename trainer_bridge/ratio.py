@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from rollout.errors import InvalidRequest
+from trainer_bridge.masked import EXPONENT_LIMIT, selected
 from trainer_bridge.metrics import exact_mean
 from trainer_bridge.records import ScoredSample
 
@@ -32,19 +33,15 @@ def masked_log_ratio(trainer: torch.Tensor, rollout: torch.Tensor, mask: torch.T
             "one shape",
             field="mask",
         )
-    enters = mask.bool()
-    zero = torch.zeros((), dtype=trainer.dtype, device=trainer.device)
-    return torch.where(enters, trainer, zero) - torch.where(enters, rollout.to(trainer.dtype), zero)
+    return selected(trainer, mask) - selected(rollout.to(trainer.dtype), mask)
 
 
 def token_ratio(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """exp(log-ratio) [B, R], 0 at mask 0. Differentiable; a real token's ratio may overflow: see ``bounded``."""
-    enters = mask.bool()
-    zero = torch.zeros((), dtype=log_ratio.dtype, device=log_ratio.device)
-    return torch.where(enters, torch.exp(torch.where(enters, log_ratio, zero)), zero)
+    return selected(torch.exp(selected(log_ratio, mask)), mask)
 
 
-def bounded(log_ratio: torch.Tensor, limit: float = 20.0) -> torch.Tensor:
+def bounded(log_ratio: torch.Tensor, limit: float = EXPONENT_LIMIT) -> torch.Tensor:
     """Clamp log-ratios to +-limit nats (verl's limit is 20); no gradient flows beyond it."""
     if not 0.0 < limit < math.inf:
         raise InvalidRequest(f"limit {limit} must be finite and > 0 nats", field="limit")
@@ -77,11 +74,11 @@ def truncated_weights(
 def window_weights(log_ratio: torch.Tensor, mask: torch.Tensor, *, lower: float, upper: float) -> torch.Tensor:
     """Ratio where it lies in [lower, upper], else 0 [B, R] (IcePop); 0 at mask 0; a constant for the backward pass."""
     low, high = _log_limits(lower, upper)
-    selected = _selected(log_ratio.detach(), mask)
-    inside = mask.bool() & (selected <= high)
+    real = _selected(log_ratio.detach(), mask)
+    inside = mask.bool() & (real <= high)
     if low is not None:
-        inside &= selected >= low
-    return token_ratio(selected, inside)
+        inside &= real >= low
+    return token_ratio(real, inside)
 
 
 def token_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -149,7 +146,7 @@ def _selected(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         raise InvalidRequest(
             f"values {tuple(values.shape)} and mask {tuple(mask.shape)} must have one shape", field="mask"
         )
-    return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
+    return selected(values, mask)
 
 
 def _log_limits(lower: float, upper: float) -> tuple[float | None, float]:

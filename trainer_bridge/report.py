@@ -61,13 +61,17 @@ def table(comparison: Comparison) -> Table:
     return result
 
 
+def print_verdict(evidence: Table, verdict: str, *, good: bool, console: Console | None) -> None:
+    """A table, then one unwrapped line, green or red."""
+    target = console if console is not None else Console()
+    target.print(evidence)
+    # Text, not markup: a request id may hold square brackets.
+    target.print(Text(verdict, style="green" if good else "bold red"), soft_wrap=True)
+
+
 def render(comparison: Comparison, console: Console | None = None) -> None:
     """Print the table, then the verdict as one unwrapped line."""
-    target = console if console is not None else Console()
-    target.print(table(comparison))
-    style = "green" if comparison.bitwise_equal else "bold red"
-    # Text, not markup: a request id may hold square brackets.
-    target.print(Text(verdict(comparison), style=style), soft_wrap=True)
+    print_verdict(table(comparison), verdict(comparison), good=comparison.bitwise_equal, console=console)
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rollout.attention import PackedStep, PagedStep
+from rollout.attention import PackedStep, paged_step
 from rollout.certify.subject import Subject
-from rollout.kernels.base import KVLayout
+from rollout.replay_pages import ReplayPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,41 +27,26 @@ class Steps:
     """A poisoned cache and the sequences in it."""
 
     def __init__(self, subject: Subject, sequences: Sequence[torch.Tensor], *, seed: int | None = None) -> None:
-        spec, page = subject.spec, subject.kernels.page_size
         self._subject = subject
         self._sequences = list(sequences)
-        counts = [-(-len(ids) // page) for ids in sequences]
-        total = sum(counts) + 2
-        self._store = subject.kernels.allocate_kv(
-            KVLayout(spec.num_layers, total, page, spec.num_kv_heads, spec.head_dim, spec.dtype)
-        )
-        self._store.poison()
-        order = torch.arange(total)
-        if seed is not None:
-            order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
-        tables = order[: sum(counts)].to(torch.int32).split(counts)
-        self._table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
-        for row, table in zip(self._table, tables, strict=True):
-            row[: len(table)] = table
+        lengths = [len(ids) for ids in sequences]
+        self._pages = ReplayPages(subject.kernels, subject.spec, lengths, spare=2, seed=seed)
 
     @torch.no_grad()
     def run(self, rows: Sequence[Rows]) -> list[torch.Tensor]:
         """One step; logits [last - first, >= V] of every wanted range, in order. Call in invariant mode."""
-        subject, page = self._subject, self._subject.kernels.page_size
+        subject, store = self._subject, self._pages.store
         positions = torch.cat([torch.arange(r.first, r.last) for r in rows])
         ids = torch.cat([self._sequences[r.sequence][r.first : r.last] for r in rows])
-        owner = torch.tensor([r.sequence for r in rows]).repeat_interleave(
-            torch.tensor([r.last - r.first for r in rows])
-        )
-        slots = self._table[owner, positions // page].to(torch.int64) * page + positions % page
-        table = self._table[[r.sequence for r in rows]].contiguous()
+        slots = torch.cat([self._pages.slots(r.sequence, r.first, r.last) for r in rows])
+        table = self._pages.table[[r.sequence for r in rows]].contiguous()
         seqlens = torch.tensor([r.last for r in rows], dtype=torch.int32)
         cu = torch.tensor([0, *(r.last - r.first for r in rows)]).cumsum(0).to(torch.int32)
         if subject.decoder is not None:
-            hidden = subject.decoder.hidden_states(ids, positions, slots, self._store, table, seqlens, cu)
+            hidden = subject.decoder.hidden_states(ids, positions, slots, store, table, seqlens, cu)
             head = subject.decoder.logits
         else:
-            step = PagedStep(subject.kernels, self._store, slots, table, seqlens, cu)
+            step = paged_step(subject.kernels, store, slots, table, seqlens, cu)
             hidden, head = subject.model.hidden_states(ids, positions, step), subject.model.logits
         parts = hidden.split([r.last - r.first for r in rows])
         kept = [part for part, r in zip(parts, rows, strict=True) if r.wanted]

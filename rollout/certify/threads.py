@@ -14,7 +14,8 @@ from rollout.kernels.probe import cancelling_product
 
 
 @contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
+def torch_threads(count: int) -> Iterator[None]:
+    """torch's thread number inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -24,7 +25,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _run(subject: Subject, count: int) -> dict[str, torch.Tensor]:
-    with _threads(count), subject.kernels.invariant_mode():
+    with torch_threads(count), subject.kernels.invariant_mode():
         results: dict[str, torch.Tensor] = {}
         for outer, inner in shapes(subject):
             x, weight = cancelling_product(33, inner, outer, subject.spec.dtype, subject.seed)

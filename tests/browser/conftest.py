@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from tests.trainer_bridge.store.runs import record_run
 from trainer_bridge.dashboard.explain import Explainer
-from trainer_bridge.dashboard.serve import bind, make_server, page_address
+from trainer_bridge.dashboard.serve import bind, page_address, serving_beside
 
 CHROMIUM = Path("/usr/bin/chromium")
 SHOTS = Path(__file__).parents[2] / "out/browser"
@@ -41,14 +40,8 @@ def browser() -> Iterator[Any]:
 def serving(root: Path, token: str | None = None, explainer: Explainer | None = None) -> Iterator[str]:
     """A dashboard of ``root`` in this process; its address."""
     listener = bind("127.0.0.1", 0)
-    server = make_server(root, token=token, explainer=explainer)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    try:
+    with serving_beside(root, listener, token=token, explainer=explainer):
         yield page_address(listener, token)
-    finally:
-        server.should_exit = True
-        thread.join(10)
 
 
 @pytest.fixture

@@ -76,9 +76,11 @@ def serve(root: Path, listener: socket.socket, *, token: str | None, explainer: 
 
 
 @contextlib.contextmanager
-def serving_beside(root: Path, listener: socket.socket, *, token: str | None) -> Iterator[None]:
+def serving_beside(
+    root: Path, listener: socket.socket, *, token: str | None, explainer: Explainer | None = None
+) -> Iterator[None]:
     """Serve on a thread while the body runs; the body may call ``wait`` style code of its own."""
-    server = make_server(root, token=token)
+    server = make_server(root, token=token, explainer=explainer)
     # Only the main thread may install signal handlers; this one is not it.
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="dashboard", daemon=True)
     thread.start()

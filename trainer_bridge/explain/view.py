@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer_bridge.explain.findings import Cause, Explanation
+from trainer_bridge.report import print_verdict
 
 _MARKS = {True: "equal", False: "DIFFERS", None: "-"}
 _EVERYWHERE = frozenset({"every token", "all tensors"})
@@ -44,10 +45,7 @@ def table(explanation: Explanation) -> Table:
 
 def render(explanation: Explanation, console: Console | None = None) -> None:
     """Print the table, then the verdict on one line."""
-    target = console if console is not None else Console()
-    target.print(table(explanation))
-    style = "green" if explanation.clean else "bold red"
-    target.print(Text(verdict(explanation), style=style), soft_wrap=True)
+    print_verdict(table(explanation), verdict(explanation), good=explanation.clean, console=console)
 
 
 def to_json(explanation: Explanation) -> dict[str, Any]:
