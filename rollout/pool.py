@@ -1,6 +1,8 @@
 """The replicas as one service backend: least-loaded routing, event dispatch, updates on all replicas or on none.
 
-When a replica dies, its samples are replayed on another of the same weight version; delivered tokens are skipped.
+A request's samples go to one replica. When that replica dies, its unfinished samples are replayed on another with the
+same weight version: sampling depends on nothing else (C2), so the tokens already delivered come again with the same
+bits and are skipped, and the client sees one unbroken sample.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from rollout.errors import (
 from rollout.events import ScoreEvent
 from rollout.manifest import manifest_digest
 from rollout.replica import Replica
+from rollout.request_limits import check_answer_size, check_limits
 from rollout.router import LiveSample, Router
 from rollout.sampling import draw_seed
 from rollout.tracing import traceparent
@@ -54,7 +57,8 @@ from rollout.worker import WorkerInfo
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-_BUCKET_BYTES, _MAX_SCORE_ATTEMPTS = 32 * 1024 * 1024, 4
+_BUCKET_BYTES = 32 * 1024 * 1024
+_MAX_SCORE_ATTEMPTS = 4
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
@@ -168,7 +172,7 @@ class Pool(Backend):
             raise InvalidRequest(
                 f"sample_index = {request.sample_index} is outside [0, 2^31 - n)", field="sample_index"
             )
-        self._check_limits(request)
+        check_limits(request, self._settings.server)
         sampling = request.sampling
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=draw_seed())
@@ -198,21 +202,6 @@ class Pool(Backend):
             for i in range(request.sample_index, request.sample_index + request.n)
         ]
 
-    def _check_limits(self, request: GenerateRequest | ScoreRequest) -> None:
-        server = self._settings.server
-        if abs(request.priority) > server.max_priority:
-            raise InvalidRequest(
-                f"priority = {request.priority} is outside [-{server.max_priority}, {server.max_priority}] "
-                "(server.max_priority)",
-                field="priority",
-            )
-        if not 0 <= request.top_logprobs <= server.max_top_logprobs:
-            raise InvalidRequest(
-                f"top_logprobs = {request.top_logprobs} is outside [0, {server.max_top_logprobs}] "
-                "(server.max_top_logprobs)",
-                field="top_logprobs",
-            )
-
     async def abort(self, request_id: str) -> int:
         """End one request's samples, or everyone's for "".
 
@@ -235,8 +224,8 @@ class Pool(Backend):
         """
         if not request.sequences:
             raise InvalidRequest("no sequences to score", field="sequences")
-        self._check_limits(request)
-        self._check_answer_size(request)
+        check_limits(request, self._settings.server)
+        check_answer_size(request, self._settings.server.max_message_bytes)
         done: dict[int, ScoreEvent] = {}
         wanted = list(range(len(request.sequences)))
         for _ in range(_MAX_SCORE_ATTEMPTS):
@@ -247,20 +236,6 @@ class Pool(Backend):
             if not wanted:
                 return self._score_result(request, done, newest)
         raise ReplicaUnavailable("weights changed during every attempt to score; try again")
-
-    def _check_answer_size(self, request: ScoreRequest) -> None:
-        """Refuse before the work what could not be sent after it."""
-        limit = self._settings.server.max_message_bytes
-        positions = sum(len(s.token_ids) - s.start for s in request.sequences)
-        # Log-prob, digest and alternatives; 128 bytes of heads a sequence.
-        size = positions * (4 + 8 * request.row_digests + 8 * request.top_logprobs) + 128 * len(request.sequences)
-        if size > limit:
-            raise InvalidRequest(
-                f"{positions} positions with {request.top_logprobs} alternatives each answer with {size} bytes, a "
-                f"message holds {limit} (server.max_message_bytes); score fewer sequences a call or ask for fewer "
-                "alternatives",
-                field="sequences",
-            )
 
     async def _score_some(self, request: ScoreRequest, wanted: list[int]) -> dict[int, ScoreEvent]:
         unique = secrets.token_hex(6)
@@ -385,9 +360,9 @@ class Pool(Backend):
         Raises:
             UnsupportedFeature: the model has no tokenizer.
         """
-        if self._tokenizer is not None:
-            return self._tokenizer.encode(text)
-        raise UnsupportedFeature("the model has no tokenizer; send token ids instead of text", field="text")
+        if self._tokenizer is None:
+            raise UnsupportedFeature("the model has no tokenizer; send token ids instead of text", field="text")
+        return self._tokenizer.encode(text)
 
     @property
     def manifest_digest(self) -> str:
@@ -395,6 +370,6 @@ class Pool(Backend):
         return manifest_digest(self._require_info().manifest)
 
     def _require_info(self) -> WorkerInfo:
-        if self._info is not None:
-            return self._info
-        raise ReplicaUnavailable("the replicas are still starting")
+        if self._info is None:
+            raise ReplicaUnavailable("the replicas are still starting")
+        return self._info
