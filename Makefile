@@ -20,7 +20,8 @@ VERL_VENV := .venv-verl
 VERL_BIN := $(VERL_VENV)/bin
 VERL_PIP := $(VERL_BIN)/python -m pip --disable-pip-version-check -qq --no-input
 
-.PHONY: help setup model demo test test-slow soak lint fix proto schema bench bench-full bench-peers bench-publish test-verl example-verl test-browser bench-dashboard scale # The real torch_npu breaks `import torch` where CANN is missing, so its contract tests live apart, with stub libraries. explain-suite
+# Every target written in plain words is one; files have dots or slashes in their names.
+.PHONY: $(shell sed -nE 's/^([a-z-]+):.*/\1/p' $(firstword $(MAKEFILE_LIST)))
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -85,6 +86,7 @@ $(NPU_STAMP): tests/npu_contract/stubs.py tests/npu_contract/requirements.txt
 	@FLASH_ATTENTION_SKIP_NPU_BUILD=TRUE $(NPU_PIP) install --no-deps --no-build-isolation '$(FLASH_ATTN_NPU)'
 	@touch $@
 
+# The real torch_npu breaks `import torch` where CANN is missing, so its contract tests live apart, with stub libraries.
 test-npu-contract: $(NPU_STAMP) ## our NPU calls against the real torch_npu and flash_attn_npu, without a device
 	@$(NPU_VENV)/bin/python -m pytest -x -q -W default --confcutdir=tests/npu_contract tests/npu_contract
 
