@@ -48,6 +48,9 @@ test: model ## every test not marked slow
 test-slow: model ## the tests marked slow (none so far)
 	@$(BIN)/python -m pytest -x -q -m slow || [ $$? -eq 5 ]
 
+test-search: model ## the property tests with examples never tried before
+	@ZERODRIFT_HYPOTHESIS=search $(BIN)/python -m pytest -q -m 'hypothesis and not slow and not browser'
+
 soak: setup ## random schedules with new seeds for SOAK_MINUTES (10)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak
 

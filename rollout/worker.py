@@ -38,8 +38,10 @@ from rollout.types import (
 from rollout.weights import digest_of, model_digest
 
 T = TypeVar("T")
-GATHER_S = 0.1
-"""How long a fetch waits for company after the first event: fewer messages, each token at most that much later."""
+MESSAGES_PER_S = 80.0
+"""How many messages of tokens a replica sends at most while samples go on; server and client pay for each."""
+GATHER_S = (0.05, 0.4)
+"""Shortest and longest wait of a token for company; the last tokens of a sample never wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +210,9 @@ class Worker:
 
     async def next_events(self, timeout_s: float) -> list[Event]:
         """Everything since the last call; waits for the first event up to ``timeout_s``. One reader at a time."""
-        events = await asyncio.get_running_loop().run_in_executor(
-            None, self._thread.outbox.take, timeout_s, GATHER_S
-        )  # fmt: skip
+        least, most = GATHER_S
+        gather_s = min(most, max(least, self._engine.num_running / MESSAGES_PER_S))
+        events = await asyncio.get_running_loop().run_in_executor(None, self._thread.outbox.take, timeout_s, gather_s)
         broken = self._thread.broken
         if broken is not None and not events:
             raise ReplicaUnavailable(f"worker {self._engine.name} is broken: {broken.message}")

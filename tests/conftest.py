@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from rollout.assets import DEFAULT_MODEL, prepare_model, tiny_model
@@ -25,6 +26,10 @@ def pytest_configure() -> None:
     """Ctrl-C is tested, also where a shell started the tests in the background and had them ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # The default run tries the same examples everywhere; `make test-search` draws new ones.
+    hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
+    hypothesis.settings.register_profile("search", max_examples=500, deadline=None)
+    hypothesis.settings.load_profile(os.environ.get("ZERODRIFT_HYPOTHESIS", "fixed"))
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,3 +114,28 @@ def test_a_reader_is_woken_by_events_and_by_the_end() -> None:
     outbox.close()
     reader.join(30)
     assert not reader.is_alive() and got == [1, 0]
+
+
+def test_an_ended_sample_does_not_wait_for_company() -> None:
+    outbox = Outbox()
+    outbox.put([SampleEvent("a", chunk(0)), SampleEvent("b", chunk(0))])
+    outbox.put([SampleEvent("a", chunk(1), end(2)), ScoreEvent("s", SequenceScore(np.zeros(1, np.float32)), 0)])
+    outbox.put([SampleEvent("b", chunk(1))])
+    hour = 3600.0
+    assert told(outbox.take(hour, gather_s=hour)) == [("a", ([0, 1], 0)), ("a", "end"), ("s", "ScoreEvent")]
+    outbox.put([FailureEvent("b", ParityError("x"))])
+    assert told(outbox.take(hour, gather_s=hour)) == [("b", ([0, 1], 0)), ("b", "FailureEvent")]
+    outbox.put([SampleEvent("c", chunk(0))])
+    assert told(outbox.take(hour, gather_s=0.001)) == [("c", ([0], 0))], "without an end the wait is for gather_s"
+    assert outbox.take(0) == []
+
+
+def test_the_wait_for_company_is_counted_from_the_oldest_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("rollout.outbox.monotonic", lambda: now)
+    outbox = Outbox()
+    outbox.put([SampleEvent("a", chunk(0))])
+    now = 50.0
+    outbox.put([SampleEvent("b", chunk(0), end(1))])
+    now = 61.0
+    assert told(outbox.take(0, gather_s=60)) == [("b", ([0], 0)), ("b", "end"), ("a", ([0], 0))]

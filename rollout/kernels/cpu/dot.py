@@ -32,6 +32,8 @@ BLOCKS = (512, 1024)
 ROWS = 96
 """Rows of one job: they and a panel stay in a core's cache"""
 _VECTORS = PANEL // WIDTH
+_LINE = 16
+_LINES_A_PAIR = PANEL // _LINE
 _WORTH_A_THREAD = 65536
 _PAIRS = ir.VectorType(ir.IntType(32), WIDTH)
 _FIELDS = "q" * 8
@@ -56,10 +58,14 @@ def available() -> bool:
     return bool(llvm.get_host_cpu_features().get("avx512bf16", False))
 
 
-def _make_tile(rows: int) -> Callable[..., Any]:
+def _make_tile(rows: int, fetched: int) -> Callable[..., Any]:
     @intrinsic
-    def tile(typing: Any, x: Any, panel: Any, out: Any, first: Any, last: Any) -> Any:
-        """out[r] (+)= chain over pairs [first, last); added to what is there unless first is 0."""
+    def tile(typing: Any, x: Any, panel: Any, out: Any, first: Any, last: Any, part: Any) -> Any:
+        """out[r] (+)= chain over pairs [first, last); added to what is there unless first is 0.
+
+        Meanwhile ``fetched`` cache lines a pair are called for, out of the block behind ``last``; ``part`` of them
+        came before.
+        """
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             source, weights, target = matrices(context, builder, signature.args[:3], args[:3])
@@ -71,8 +77,14 @@ def _make_tile(rows: int) -> Callable[..., Any]:
             for place in sums.values():
                 builder.store(constant(FLOATS, 0.0), place)
             lefts = [row_of(builder, source, index(r)) for r in range(rows)]
+            behind = row_of(builder, weights, args[4])
+            done = builder.mul(builder.sub(args[4], args[3]), builder.mul(args[5], index(fetched)))
             with cgutils.for_range_slice(builder, args[3], args[4], index(1)) as (pair, _):
                 here = row_of(builder, weights, pair)
+                for number in range(fetched):
+                    line = builder.add(done, builder.mul(builder.sub(pair, args[3]), index(fetched)))
+                    line = builder.mul(builder.add(line, index(number)), index(_LINE))
+                    _prefetch(builder, builder.gep(behind, [line]))
                 columns = []
                 for v in range(_VECTORS):
                     place = builder.bitcast(builder.gep(here, [index(v * WIDTH)]), _PAIRS.as_pointer())
@@ -91,29 +103,60 @@ def _make_tile(rows: int) -> Callable[..., Any]:
                 builder.store(builder.select(fresh, builder.load(place), total), kept, align=4)
             return context.get_dummy_value()
 
-        return types.none(x, panel, out, types.intp, types.intp), generate
+        return types.none(x, panel, out, types.intp, types.intp, types.intp), generate
 
     return tile
 
 
-_tile1, _tile2, _tile4, _tile6 = (_make_tile(r) for r in (1, 2, 4, 6))
+def _prefetch(builder: Any, address: Any) -> None:
+    """Call a cache line, which need not be readable memory, into the second-level cache."""
+    byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(prefetch, [builder.bitcast(address, byte), *(ir.Constant(word, n) for n in (0, 2, 1))])
+
+
+def _make_step(fetched: int) -> Callable[..., Any]:
+    tile1, tile2, tile4, tile6 = (_make_tile(rows, fetched) for rows in (1, 2, 4, 6))
+
+    @numba.njit(error_model="numpy")
+    def step(x: np.ndarray, panel: np.ndarray, scratch: np.ndarray, first: int, last: int, part: int) -> int:
+        """One block of k for the first rows of x in one tile; how many they are."""
+        left = x.shape[0]
+        # Eight are two tiles of four: of six and two, the second is too short to hide a wait.
+        if left >= 6 and left != 8:
+            tile6(x, panel, scratch, first, last, part)
+            return 6
+        if left >= 4:
+            tile4(x, panel, scratch, first, last, part)
+            return 4
+        if left >= 2:
+            tile2(x, panel, scratch, first, last, part)
+            return 2
+        tile1(x, panel, scratch, first, last, part)
+        return 1
+
+    return step
+
+
+_FETCHING_TILES = 2
+_step, _fetching_step = _make_step(0), _make_step(_LINES_A_PAIR // _FETCHING_TILES)
 
 
 @numba.njit(error_model="numpy")
 def _panel_rows(x: np.ndarray, panel: np.ndarray, scratch: np.ndarray, first: int, last: int) -> None:
-    """One block of k for all rows: x uint32 [R, K / 2], panel uint32 [K / 2, 64], scratch float32 [R, 64]."""
-    rows, r = x.shape[0], 0
-    while rows - r >= 6:
-        _tile6(x[r:], panel, scratch[r:], first, last)
-        r += 6
-    if rows - r >= 4:
-        _tile4(x[r:], panel, scratch[r:], first, last)
-        r += 4
-    if rows - r >= 2:
-        _tile2(x[r:], panel, scratch[r:], first, last)
-        r += 2
-    if rows - r == 1:
-        _tile1(x[r:], panel, scratch[r:], first, last)
+    """One block of k for all rows: x uint32 [R, K / 2], panel uint32 [K / 2, 64], scratch float32 [R, 64].
+
+    The first tile waits for memory. Those after it find the block in the cache; the first two of them call for the
+    block that follows.
+    """
+    r, tile = 0, 0
+    while r < x.shape[0]:
+        if 1 <= tile <= _FETCHING_TILES:
+            r += _fetching_step(x[r:], panel, scratch[r:], first, last, tile - 1)
+        else:
+            r += _step(x[r:], panel, scratch[r:], first, last, 0)
+        tile += 1
 
 
 @numba.njit(error_model="numpy")
