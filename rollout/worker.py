@@ -21,6 +21,7 @@ from rollout.events import Event
 from rollout.kernels.registry import kernels_of
 from rollout.manifest import build_manifest
 from rollout.model import DTYPES, SharedModel, load_model
+from rollout.openmp import passing_team
 from rollout.sample_spans import SampleSpans
 from rollout.scheduler import SchedulerLimits
 from rollout.taps import Trace, Tracer, TraceRequest
@@ -71,37 +72,50 @@ def load_tokenizer(settings: Settings, path: Path) -> Detokenizer | None:
     return Detokenizer(path) if (path / "tokenizer.json").exists() else None
 
 
+def load_engine(settings: Settings, path: Path, name: str) -> tuple[Engine, dict[str, str]]:
+    """An engine for these settings with its manifest; with ``engine.strict`` only under a certificate."""
+    engine = settings.engine
+    model = load_served_model(settings, path)
+    manifest = build_manifest(model)
+    if engine.strict:
+        file = Path(engine.certificate) if engine.certificate is not None else None
+        require_certificate(manifest, path=file, threads=engine.threads)
+    limits = SchedulerLimits(
+        engine.max_batch_tokens,
+        engine.max_running,
+        engine.max_waiting,
+        engine.chunk_size,
+        engine.page_size,
+        engine.max_waiting_per_client,
+    )
+    made = Engine(
+        model,
+        limits,
+        kv_cache_tokens=engine.kv_cache_tokens,
+        tokenizer=load_tokenizer(settings, path),
+        name=name,
+        prefix_cache=engine.prefix_cache,
+    )
+    if engine.activation_log is not None:
+        made.activation_log = ActivationLog(Path(engine.activation_log.replace("{name}", name)))
+    return made, manifest
+
+
+def aside(function: Callable[..., T], *args: Any) -> T:
+    """Call on a thread other than the engine's, whose kernels must not lose their OpenMP threads' attention by it."""
+    with passing_team():
+        return function(*args)
+
+
 class Worker:
     """Hosts one engine. Methods may run concurrently; the engine itself is touched by its own thread alone."""
 
     def __init__(self, settings: Settings, path: str, name: str) -> None:
         torch.set_num_threads(settings.engine.threads)
-        folder = Path(path)
-        model = load_served_model(settings, folder)
-        engine = settings.engine
-        self._manifest = build_manifest(model)
-        if engine.strict:
-            file = Path(engine.certificate) if engine.certificate is not None else None
-            require_certificate(self._manifest, path=file, threads=engine.threads)
-        limits = SchedulerLimits(
-            engine.max_batch_tokens,
-            engine.max_running,
-            engine.max_waiting,
-            engine.chunk_size,
-            engine.page_size,
-            engine.max_waiting_per_client,
-        )
-        self._engine = Engine(
-            model,
-            limits,
-            kv_cache_tokens=engine.kv_cache_tokens,
-            tokenizer=load_tokenizer(settings, folder),
-            name=name,
-            prefix_cache=engine.prefix_cache,
-        )
-        if engine.activation_log is not None:
-            self._engine.activation_log = ActivationLog(Path(engine.activation_log.replace("{name}", name)))
-        self._thread = EngineThread(self._engine, WeightState(0, model_digest(model)), threads=engine.threads)
+        with passing_team():
+            self._engine, self._manifest = load_engine(settings, Path(path), name)
+            weights = WeightState(0, model_digest(self._engine.model))
+        self._thread = EngineThread(self._engine, weights, threads=settings.engine.threads)
         self._spans = SampleSpans(name)
         self._thread.start()
 
@@ -235,11 +249,11 @@ class Worker:
 
     async def stage_chunks(self, chunks: list[TensorChunk]) -> None:
         """Fill the stage beside the running engine; WeightUpdateError for a chunk that does not fit the model."""
-        await asyncio.get_running_loop().run_in_executor(None, self._thread.stage_chunks, chunks)
+        await asyncio.get_running_loop().run_in_executor(None, aside, self._thread.stage_chunks, chunks)
 
     async def verify_stage(self) -> None:
         """Phase 2: WeightUpdateError unless the stage is whole and equal to the sender's."""
-        await asyncio.get_running_loop().run_in_executor(None, self._thread.verify_stage)
+        await asyncio.get_running_loop().run_in_executor(None, aside, self._thread.verify_stage)
 
     async def quiesce(self, policy: UpdatePolicy) -> None:
         """Phase 3: returns once requests in flight are dealt with and no step will start before ``release``."""

@@ -11,10 +11,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import re
 import struct
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numba
@@ -25,6 +23,7 @@ from numba.core import types
 
 from rollout.kernels.cpu.compiler import caching, intrinsic
 from rollout.kernels.cpu.parallel import python_threads
+from rollout.openmp import loaded_library
 
 log = logging.getLogger(__name__)
 NEXT_JOB, JOBS, GRAIN, FIRST = 0, 1, 2, 3
@@ -65,24 +64,10 @@ def entry(function: Callable[..., Any]) -> Any:
         return numba.cfunc("void(voidptr)", cache=True, error_model="numpy")(function)
 
 
-_LIBRARY = re.compile(r"lib(gomp|i?omp5?)[-.][^/]*so[^/]*")
-
-
-def openmp_library(maps: str) -> Path | None:
-    """The OpenMP library among a process's mappings (as in /proc/self/maps): torch's own copy before any other."""
-    paths = {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if line.count("/")}
-    found = sorted(path for path in paths if _LIBRARY.fullmatch(path.name))
-    beside_torch = Path(torch.__file__).parent.parent
-    return next((p for p in found if beside_torch in p.parents), found[0] if found else None)
-
-
 @functools.lru_cache(maxsize=2)
 def _gomp(library: type[ctypes.CDLL]) -> Callable[..., None] | None:
     """``GOMP_parallel`` of the library that torch runs on; None, and a line in the log, where there is none."""
-    try:
-        path = openmp_library(Path("/proc/self/maps").read_text(encoding="utf-8"))
-    except OSError:
-        path = None
+    path = loaded_library()
     call: Any = None if path is None else getattr(library(str(path)), "GOMP_parallel", None)
     if call is None:
         log.warning("torch's OpenMP library has no GOMP_parallel (%s): kernels run on Python threads, slower", path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from numba import carray
 
 from rollout.kernels.cpu import team
 from rollout.kernels.cpu.team import Call, entry, pointer, take_jobs
+from rollout.openmp import openmp_library, passing_team
 from tests.engines import torch_threads
 
 
@@ -59,9 +62,26 @@ def test_other_libraries_are_not_mistaken_for_it() -> None:
     ours, system = f"{site}/torch/lib/libgomp-a34b3233.so.1.0.0", "/usr/lib/libgomp.so.1"
 
     def chosen(*paths: str) -> Path | None:
-        return team.openmp_library("".join(line + path + "\n" for path in (*other, *paths)))
+        return openmp_library("".join(line + path + "\n" for path in (*other, *paths)))
 
     assert chosen() is None
     assert chosen(system) == Path(system)
     assert chosen(system, ours) == chosen(ours, system) == Path(ours)
     assert chosen(f"{site}/torch/lib/libiomp5.so") == Path(f"{site}/torch/lib/libiomp5.so")
+
+
+def test_a_passing_team_ends_with_its_block() -> None:
+    """More teams than processors, and libgomp lets none of them spin."""
+    seen: list[int] = []
+
+    def work() -> None:
+        with passing_team():
+            torch.set_num_threads(3)
+            torch.ones(1 << 20).sum()
+            seen.append(len(os.listdir("/proc/self/task")))
+        seen.append(len(os.listdir("/proc/self/task")))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen[0] - seen[1] == 2
