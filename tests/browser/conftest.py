@@ -111,8 +111,8 @@ def open_page(browser: Any, serve: Any) -> Iterator[Open]:
 
 
 def ready(page: Any) -> None:
-    """Wait until the view is drawn."""
-    page.wait_for_selector("body[data-ready=true]")
+    """Wait until the view is drawn, what lies below the screen too."""
+    page.wait_for_selector("body[data-ready=true][data-complete=true]")
 
 
 def until(page: Any, condition: str) -> None:
