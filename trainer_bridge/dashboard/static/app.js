@@ -89,7 +89,7 @@ export async function draw({ keep = false } = {}) {
     const data = await views[state.view].load(state, page);
     if (mine !== drawing) return;
     begin();
-    const content = views[state.view].render(data, { state, page, go, explainable: page?.explain });
+    const content = views[state.view].render(data, { state, page, go });
     nodes = page ? frame(state, content) : content;
   } catch (error) {
     if (mine !== drawing) return;
