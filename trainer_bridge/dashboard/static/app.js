@@ -102,7 +102,8 @@ export async function draw({ keep = false } = {}) {
   main.replaceChildren(...nodes.filter(Boolean));
   document.body.dataset.view = state.view;
   // Ready: what the screen holds is drawn. Complete: so is what lies below it.
-  if (await show(() => { document.body.dataset.complete = "true"; })) {
+  const latest = () => mine === drawing;
+  if (await show(() => { if (latest()) document.body.dataset.complete = "true"; }) && latest()) {
     document.body.dataset.ready = "true";
     performance.mark("drawn");
   }
