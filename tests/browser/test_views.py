@@ -94,7 +94,7 @@ def test_a_sample_can_be_read_token_by_token_and_downloaded(open_page: Open, add
     page.locator("#ribbon button.masked").first.click()
     assert "not compared" in page.locator("#token").inner_text()
     assert page.locator("#explain").is_disabled(), "no explain in this server"
-    assert "needs a dashboard with `zerodrift explain`" in page.locator("#explain-note").inner_text()
+    assert "needs a dashboard with the command" in page.locator("#explain-note").inner_text()
     commands = page.locator(".command code").all_inner_texts()
     assert commands[2] == "zerodrift explain sample.jsonl --trainer trainer.jsonl model.path=tiny"
     assert f"--weights-digest {'ab' * 32}" in commands[1]

@@ -256,9 +256,9 @@ export function heat(node, name, { rows, positions, points, perRow, measure, onS
   const row = new Map(rows.map((step, i) => [step, i]));
   const column = new Map(positions.map((position, i) => [position, i]));
   cellChart(node, name, {
-    grid: { left: 8, right: 12, top: 20, bottom: 26, containLabel: true }, columns: positions.length, rows: rows.length, raw: points,
+    grid: { left: 8, right: 12, top: 26, bottom: 26, containLabel: true }, columns: positions.length, rows: rows.length, raw: points,
     xAxis: { type: "category", data: positions, name: t("position"), nameLocation: "middle", nameGap: 26, ...axisLook(), splitLine: { show: false } },
-    yAxis: { type: "category", data: rows, inverse: true, name: t("step"), nameLocation: "start", ...axisLook(), splitLine: { show: false } },
+    yAxis: { type: "category", data: rows, inverse: true, name: t("step"), nameLocation: "start", nameGap: 8, ...axisLook(), splitLine: { show: false } },
     cells: points.map((p, i) => ({
       x: column.get(p[1]), y: row.get(p[0]), fill: fill(quiet ? 0 : (values[i] - low) / (high - low)), click: onStep ? () => onStep(p[0]) : undefined,
       tip: () => [`${t("step")} ${p[0]}${perRow > 1 ? `–${p[0] + perRow - 1}` : ""}, ${t("position")} ${p[1]}+`, `${whole(p[3])} / ${whole(p[2])} ${t("unequal")}`, `max |Δ| ${figure(p[4], 5)}`],

@@ -149,5 +149,5 @@ export function render({ sample, figures, explainer }, { state, page }) {
     { label: "ULP", num: true, cell: (r) => whole(r.ulp) },
   ];
   const list = unequal.length ? h("section", { class: "card flush" }, h("header", {}, h("h3", {}, t("unequal_here")), h("p", {}, whole(unequal.length))), table(columns, unequal, { cards: true, limit: 12, more: t("show_all", { total: whole(unequal.length) }) })) : null;
-  return [h("div", { class: "grid" }, head, text, chosen, known, deeper, list)];
+  return [h("div", { class: "grid" }, head, text, chosen, known, further, list)];
 }
