@@ -26,7 +26,7 @@ ip netns add zd-b
 ip link add zd-va netns zd-a type veth peer name zd-vb netns zd-b
 for side in a b; do
   [ $side = a ] && number=1 || number=2
-  ip -n zd-$side addr add 10.99.0.$number/24 dev zd-v$side
+  ip -n zd-$side addr add "10.99.0.$number/24" dev zd-v$side
   ip -n zd-$side link set zd-v$side up
   ip -n zd-$side link set lo up
 done
