@@ -107,6 +107,7 @@ def test_mlflow_itself_reads_back_what_was_written(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow = pytest.importorskip("mlflow")
     mlflow.set_tracking_uri(tmp_path.as_uri())
+    mlflow.set_experiment("zerodrift")
     comparison = compare(batch(0, broken=True))
     with mlflow.start_run() as run:
         on_step(mlflow_sink())(STEP, comparison)
