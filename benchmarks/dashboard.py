@@ -30,6 +30,8 @@ from trainer_bridge.store.recorder import Recorder, RecordOptions
 CHROMIUM = "/usr/bin/chromium"
 VIEWS = ("overview", "distribution", "where", "tokens", "compare", "manifest")
 LENGTH = 500
+COLUMNS = ("what", "median", "largest", "page's processor time", "server's")
+_CPU = ("page_cpu", "server_cpu")
 
 
 def make_step(rng: np.random.Generator, step: int, samples: int, share: float) -> list[ScoredSample]:
@@ -167,6 +169,17 @@ _TIMED = """async (address) => {
 }"""
 
 
+def rows_of(result: dict[str, Any]) -> list[list[str]]:
+    """Cells of ``COLUMNS`` for every thing measured; docs/dashboard.md shows the same."""
+    found = result["milliseconds"]
+    rows = []
+    for name, values in found["clock"].items():
+        cpu = [statistics.median(found[kind][name]) if name in found[kind] else None for kind in _CPU]
+        middle, most = (f"{value:.0f}" for value in (statistics.median(values), max(values)))
+        rows.append([name, middle, most, *("" if value is None else f"{value:.0f}" for value in cpu)])
+    return rows
+
+
 def main() -> None:
     """Make the runs, measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -185,23 +198,16 @@ def main() -> None:
             write_run(root, "small", "big", args.rows // 20, args.steps // 2, 0.0)
         with served(root) as address:
             times = measure(address, "big", "small", args.rounds)
+    machine = {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "load": os.getloadavg()}
+    result = {"machine": machine, "rows": args.rows, "steps": args.steps, "written": written}
+    result["milliseconds"] = asdict(times)
     table = Table(title=f"{args.rows:,} token rows in {args.steps} steps, milliseconds")
-    for column in ("what", "median", "largest", "page's processor time", "server's"):
+    for column in COLUMNS:
         table.add_column(column, justify="right" if column != "what" else "left")
-    for name, values in times.clock.items():
-        used = (statistics.median(cpu[name]) if name in cpu else None for cpu in (times.page_cpu, times.server_cpu))
-        cells = ("" if value is None else f"{value:.0f}" for value in used)
-        table.add_row(name, f"{statistics.median(values):.0f}", f"{max(values):.0f}", *cells)
+    for cells in rows_of(result):
+        table.add_row(*cells)
     Console().print(table)
     print(written)
-    machine = {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "load": os.getloadavg()}
-    result = {
-        "machine": machine,
-        "rows": args.rows,
-        "steps": args.steps,
-        "written": written,
-        "milliseconds": asdict(times),
-    }
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
