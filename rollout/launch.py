@@ -8,8 +8,10 @@ import os
 import secrets
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -89,7 +91,7 @@ def submit(
         sleep: Waits between tries.
 
     Returns:
-        0 when the job succeeded, 1 when it failed, 2 when it was stopped. Ctrl-C stops the job.
+        0 when the job succeeded, 1 when it failed, 2 when it was stopped. Ctrl-C, or SIGTERM, stops the job.
 
     Raises:
         ConfigError: no settings file where one is named, or a token that the head does not take.
@@ -106,14 +108,32 @@ def submit(
         # Our own id: a try whose answer was lost cannot start a second job.
         job_id = f"zerodrift-{secrets.token_hex(6)}"
         try:
-            _start(connected, job_id, shlex.join(command), runtime_env, sleep)
-            logger.info("job %s runs at %s", job_id, address)
-            status = asyncio.run(_follow(connected, job_id, write, sleep))
+            with _terminated_as_interrupted():
+                _start(connected, job_id, shlex.join(command), runtime_env, sleep)
+                logger.info("job %s runs at %s", job_id, address)
+                status = asyncio.run(_follow(connected, job_id, write, sleep))
         except KeyboardInterrupt:
             status = _stop(connected, job_id, sleep)
     if status == "FAILED":
         logger.error("job %s failed: %s", job_id, connected.get_job_info(job_id).message)
     return EXIT_CODES[status]
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """A CI run that ends us by SIGTERM must not leave its job behind. Elsewhere than on the main thread: nothing."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def connect(address: str, token: str | None = None) -> JobClient:

@@ -66,7 +66,7 @@ def dashboard(
 def _verbs() -> list[str]:
     from rollout.cli import app
 
-    return [c.name or getattr(c.callback, "__name__", "") for c in app.registered_commands]
+    return [c.name or str(getattr(c.callback, "__name__", "")) for c in app.registered_commands]
 
 
 def runs(

@@ -36,7 +36,8 @@ class Cells:
         return self.bin.size
 
 
-_NONE = Cells((), *(np.empty(0, np.int64) for _ in range(3)), *(np.empty(0) for _ in range(3)))
+_WHOLE, _REAL = np.empty(0, np.int64), np.empty(0)
+_NONE = Cells((), _WHOLE, _WHOLE, _WHOLE, _REAL, _REAL, _REAL)
 _INTEGERS, _FLOATS = ("bin", "tokens", "unequal"), ("max_abs", "sum_abs", "sum_k3")
 _BY_NAME = frozenset({"replica", "version", "filter"})
 
