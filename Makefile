@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (minutes the first time)"
 	@$(PIP) install $(TORCH_ARGS) '$(TORCH)'
-	@$(PIP) install --editable '.[dev,demo,bench,dashboard]'
+	@$(PIP) install --editable '.[dev,demo,bench,dashboard,otel]'
 	@touch $@
 
 setup: $(STAMP) ## make .venv with everything that the other targets need

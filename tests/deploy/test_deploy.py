@@ -177,6 +177,18 @@ def test_the_grafana_board_is_current_and_clashes_with_nobody() -> None:
         assert all(t["expr"] for t in p["targets"])
 
 
+def test_everything_provisioned_carries_our_name() -> None:
+    """Grafana refuses a second data source, provider or board of one name: RL-Insight's and Ray's bring their own."""
+    folder = DEPLOY / "grafana/provisioning"
+    (source,) = yaml.safe_load((folder / "datasources/zerodrift.yml").read_text())["datasources"]
+    (provider,) = yaml.safe_load((folder / "dashboards/zerodrift.yml").read_text())["providers"]
+    assert source["name"].startswith("zerodrift") and source["uid"].startswith("zerodrift")
+    assert not source.get("isDefault"), "whose default it is belongs to whoever runs Grafana"
+    assert provider["name"] == provider["folder"] == "zerodrift"
+    board = json.loads((DEPLOY / "grafana/dashboards/zerodrift.json").read_text())
+    assert board["title"].startswith("zerodrift") and [v["name"] for v in board["templating"]["list"]] == ["datasource"]
+
+
 def test_alerts() -> None:
     rules = yaml.safe_load((DEPLOY / "prometheus/rules.yml").read_text())
     names = {r["alert"]: r for g in rules["groups"] for r in g["rules"]}
