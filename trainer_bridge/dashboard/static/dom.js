@@ -37,6 +37,9 @@ export function table(columns, rows, options = {}) {
   return h("div", {}, inner, h("div", { class: "more" }, more));
 }
 
+// A phone: long lists start short.
+export const narrow = () => matchMedia("(max-width: 720px)").matches;
+
 export function facts(pairs) {
   return h("dl", { class: "facts" }, pairs.filter(([, value]) => value !== null && value !== undefined && value !== "")
     .map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));

@@ -55,8 +55,8 @@ export function render(_, { page }) {
   };
   const columns = [
     { label: t("key"), class: "mono", cell: (key) => key },
-    { label: t("rollout"), class: "mono wrap", cell: (key) => page.manifest[key] ?? "–" },
-    ...(both ? [{ label: t("trainer"), class: "mono wrap", cell: (key) => page.trainer_manifest[key] ?? "–" }, { label: t("verdict"), cell: state }] : []),
+    { label: t("rollout"), class: "mono wrap", cell: (key) => page.manifest[key] || "–" },
+    ...(both ? [{ label: t("trainer"), class: "mono wrap", cell: (key) => page.trainer_manifest[key] || "–" }, { label: t("verdict"), cell: state }] : []),
   ];
   const search = h("input", { type: "search", placeholder: t("search_keys"), "aria-label": t("search_keys") });
   const list = table(columns, keys, { cards: true });

@@ -1,7 +1,7 @@
 // One sample: every token, both log-probs, and the commands that go deeper.
 
 import { api } from "../api.js";
-import { card, copyButton, facts, h, table } from "../dom.js";
+import { card, copyButton, facts, h, narrow, table } from "../dom.js";
 import { figure, t, whole } from "../i18n.js";
 import { change } from "../route.js";
 
@@ -148,6 +148,6 @@ export function render({ sample, figures, explainer }, { state, page }) {
     { label: "|Δ|", num: true, cell: (r) => figure(r.delta) },
     { label: "ULP", num: true, cell: (r) => whole(r.ulp) },
   ];
-  const list = unequal.length ? h("section", { class: "card flush" }, h("header", {}, h("h3", {}, t("unequal_here")), h("p", {}, whole(unequal.length))), table(columns, unequal, { cards: true, limit: 12, more: t("show_all", { total: whole(unequal.length) }) })) : null;
+  const list = unequal.length ? h("section", { class: "card flush" }, h("header", {}, h("h3", {}, t("unequal_here")), h("p", {}, whole(unequal.length))), table(columns, unequal, { cards: true, limit: narrow() ? 4 : 12, more: t("show_all", { total: whole(unequal.length) }) })) : null;
   return [h("div", { class: "grid" }, head, text, chosen, known, further, list)];
 }
