@@ -93,6 +93,13 @@ def test_a_sample_can_be_read_token_by_token_and_downloaded(open_page: Open, add
     page.wait_for_selector("#ribbon")
     page.locator("#ribbon button.masked").first.click()
     assert "not compared" in page.locator("#token").inner_text()
+    pressed = "Number(document.querySelector('#ribbon button[aria-pressed=true]').dataset.position)"
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate(pressed) == page.evaluate("Number(document.activeElement.dataset.position)") == 1
+    page.keyboard.press("n")
+    assert "nat" in page.locator("#token").inner_text() and page.evaluate(pressed) > 1
+    assert page.locator("#ribbon button[tabindex='0']").count() == 1, "one stop for Tab"
     assert page.locator("#explain").is_disabled(), "no explain in this server"
     assert "needs a dashboard with the command" in page.locator("#explain-note").inner_text()
     commands = page.locator(".command code").all_inner_texts()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
+import sys
 import threading
+import webbrowser
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -115,6 +118,12 @@ def runs(
     write_json(json_file, {"runs": rows})
 
 
+def open_browser(address: str) -> bool:
+    """Show the page to whoever sits at a terminal with a screen; whether there was one."""
+    screen = sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+    return screen and sys.stdout.isatty() and webbrowser.open(address)
+
+
 @contextlib.contextmanager
 def demo_dashboard(record: Path | None, show: bool, settings: Sequence[str] = ()) -> Iterator[Path | None]:
     """Where the demo records, if anywhere. With ``show``, serve the dashboard meanwhile and until Ctrl-C.
@@ -135,6 +144,7 @@ def demo_dashboard(record: Path | None, show: bool, settings: Sequence[str] = ()
     listener = bind("127.0.0.1", 0)
     with serving_beside(folder, listener, token=None, explainer=default_explainer(_verbs(), settings)):
         typer.echo(f"dashboard: {page_address(listener, None)}")
+        open_browser(page_address(listener, None))
         yield folder
         typer.echo("the dashboard stays up; stop it with Ctrl-C")
         with contextlib.suppress(KeyboardInterrupt):

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 from rollout.errors import ConfigError, InvalidRequest
 from tests.trainer_bridge.store.runs import record_run
-from trainer_bridge.dashboard.cli import demo_dashboard, register, require_extra
+from trainer_bridge.dashboard import cli
+from trainer_bridge.dashboard.cli import demo_dashboard, open_browser, register, require_extra
 
 
 def invoke(*words: str) -> Any:
@@ -76,6 +77,21 @@ def test_the_demo_records_where_it_is_told(tmp_path: Path) -> None:
         assert folder is None
     with demo_dashboard(tmp_path, False) as folder:
         assert folder == tmp_path
+
+
+@pytest.mark.parametrize(("screen", "terminal"), [(True, True), (True, False), (False, True)])
+def test_a_browser_opens_where_someone_can_see_it(
+    monkeypatch: pytest.MonkeyPatch, screen: bool, terminal: bool
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(cli.webbrowser, "open", lambda address: not opened.append(address))
+    monkeypatch.setattr(cli.sys, "platform", "linux")
+    monkeypatch.setattr(cli.sys.stdout, "isatty", lambda: terminal)
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    if screen:
+        monkeypatch.setenv("DISPLAY", ":0")
+    assert open_browser("http://here") is (screen and terminal) and bool(opened) is (screen and terminal)
 
 
 def test_the_demo_keeps_the_page_up_until_ctrl_c(tmp_path: Path) -> None:

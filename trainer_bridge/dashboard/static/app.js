@@ -127,7 +127,7 @@ function labels() {
   language.textContent = other() === "zh" ? "中文" : "EN";
   language.title = language.ariaLabel = other() === "zh" ? "切换到中文" : "Switch to English";
   document.getElementById("keys").title = document.getElementById("keys").ariaLabel = t("keys");
-  const rows = [["← →", t("key_steps")], ["1 – 6", t("key_views")], ["r", t("runs")], ["l", t("key_language")], ["t", t("key_theme")], ["Esc", t("key_close")]];
+  const rows = [["← →", t("key_steps")], ["1 – 6", t("key_views")], ["r", t("runs")], ["l", t("key_language")], ["t", t("key_theme")], ["← → n p", t("key_tokens")], ["Esc", t("key_close")]];
   document.getElementById("help").replaceChildren(h("h2", {}, t("keys")), h("dl", { class: "facts", style: { "margin-top": "12px" } }, rows.map(([key, what]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, what)])));
 }
 

@@ -43,11 +43,21 @@ function ribbon(sample, all, show) {
   const buttons = all.map((token) => {
     const label = t("token_label", { position: token.position, state: !token.mask ? t("masked") : token.ulp ? `|Δ| ${figure(token.delta)}` : t("equal") });
     return h("button", {
-      type: "button", class: token.mask ? null : "masked", "aria-label": `${token.piece} ${label}`, title: label, "aria-pressed": "false", "data-position": token.position,
+      type: "button", class: token.mask ? null : "masked", "aria-label": `${token.piece} ${label}`, title: label, "aria-pressed": "false", "data-position": token.position, tabindex: "-1",
       style: token.mask && token.ulp ? { "--tone": "var(--bad)", "--depth": `${depth(token)}%` } : {}, onclick: () => show(token.position),
     }, token.piece || "∅");
   });
-  return h("div", { class: "ribbon", id: "ribbon" }, h("span", { class: "prompt" }, sample.prompt_text || t("prompt_ids", { count: whole(sample.prompt_ids.length) })), buttons);
+  // One stop for Tab; arrows walk the tokens, n and p the unequal ones.
+  const unequal = all.filter((token) => token.mask && token.ulp).map((token) => token.position);
+  const walk = (event) => {
+    const at = Number(event.target.dataset.position);
+    const next = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: all.length - 1, n: unequal.find((p) => p > at), p: unequal.findLast((p) => p < at) }[event.key];
+    if (event.ctrlKey || event.metaKey || event.altKey || !(next in all)) return;
+    event.preventDefault();
+    show(next);
+    buttons[next].focus();
+  };
+  return h("div", { class: "ribbon", id: "ribbon", onkeydown: walk }, h("span", { class: "prompt" }, sample.prompt_text || t("prompt_ids", { count: whole(sample.prompt_ids.length) })), buttons);
 }
 
 // The verdict in its own words and how it was reached, where the explanation has them; else all of it.
@@ -113,7 +123,11 @@ export function render({ sample, figures, explainer }, { state, page }) {
   const unequal = all.filter((token) => token.mask && token.ulp);
   const panel = h("div", { id: "token", "aria-live": "polite" });
   const show = (position) => {
-    for (const node of document.querySelectorAll("#ribbon button")) node.setAttribute("aria-pressed", String(Number(node.dataset.position) === position));
+    for (const node of document.querySelectorAll("#ribbon button")) {
+      const chosen = Number(node.dataset.position) === position;
+      node.setAttribute("aria-pressed", String(chosen));
+      node.tabIndex = chosen ? 0 : -1;
+    }
     panel.replaceChildren(detail(all[position]));
   };
   const first = unequal[0] ?? all.find((token) => token.mask) ?? all[0];
