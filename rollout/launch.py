@@ -119,23 +119,6 @@ def submit(
     return EXIT_CODES[status]
 
 
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """A CI run that ends us by SIGTERM must not leave its job behind. Elsewhere than on the main thread: nothing."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def connect(address: str, token: str | None = None) -> JobClient:
     """A client of the head at ``address``, with the token in its headers."""
     from ray.exceptions import AuthenticationError
@@ -199,6 +182,23 @@ def _own_address() -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """A CI run that ends us by SIGTERM must not leave its job behind. Elsewhere than on the main thread: nothing."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

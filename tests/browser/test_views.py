@@ -110,7 +110,7 @@ def test_a_sample_can_be_read_token_by_token_and_downloaded(open_page: Open, add
         with page.expect_download() as download:
             page.get_by_role("button", name=f"Download {file}").click()
         lines.append(json.loads(Path(download.value.path()).read_text()))
-    assert [line["format"] for line in lines] == ["zerodrift.rollout/1"] * 2
+    assert all(line["format"].startswith("zerodrift.rollout/") for line in lines)
     assert lines[0]["token_ids"] == lines[1]["token_ids"] and lines[0] != lines[1]
 
 
