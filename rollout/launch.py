@@ -8,8 +8,10 @@ import os
 import secrets
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -89,7 +91,7 @@ def submit(
         sleep: Waits between tries.
 
     Returns:
-        0 when the job succeeded, 1 when it failed, 2 when it was stopped. Ctrl-C stops the job.
+        0 when the job succeeded, 1 when it failed, 2 when it was stopped. Ctrl-C, or SIGTERM, stops the job.
 
     Raises:
         ConfigError: no settings file where one is named, or a token that the head does not take.
@@ -106,9 +108,10 @@ def submit(
         # Our own id: a try whose answer was lost cannot start a second job.
         job_id = f"zerodrift-{secrets.token_hex(6)}"
         try:
-            _start(connected, job_id, shlex.join(command), runtime_env, sleep)
-            logger.info("job %s runs at %s", job_id, address)
-            status = asyncio.run(_follow(connected, job_id, write, sleep))
+            with _terminated_as_interrupted():
+                _start(connected, job_id, shlex.join(command), runtime_env, sleep)
+                logger.info("job %s runs at %s", job_id, address)
+                status = asyncio.run(_follow(connected, job_id, write, sleep))
         except KeyboardInterrupt:
             status = _stop(connected, job_id, sleep)
     if status == "FAILED":
@@ -179,6 +182,23 @@ def _own_address() -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """A CI run that ends us by SIGTERM must not leave its job behind. Elsewhere than on the main thread: nothing."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

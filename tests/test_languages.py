@@ -31,6 +31,49 @@ def test_commands_are_the_same_in_the_same_order(english: str, chinese: str) -> 
     assert ours == commands(english) and len(ours) >= 4
 
 
+@pytest.mark.parametrize("page", ["npu", "verl"])
+def test_blocks_of_code_are_the_english_pages(page: str) -> None:
+    """All of them, comments aside; the English page may have more."""
+    english, chinese = (fenced(f"docs/{folder}{page}.md") for folder in ("", "zh/"))
+    everything = english + fenced("docs/dashboard.md")
+    assert chinese and [block for block in chinese if block not in everything] == []
+    assert english[0] == chinese[0]
+
+
+def fenced(page: str) -> list[list[str]]:
+    blocks = re.findall(r"```\w*\n(.*?)```", text(page), re.S)
+    return [[re.sub(r"\s+#.*$", "", line) for line in block.splitlines()] for block in blocks]
+
+
+def test_tables_of_the_npu_page_are_the_same() -> None:
+    variables = [
+        re.findall(r"^\| ([A-Z_]{6,}) \| (\S+) \|$", text(page), re.M) for page in ("docs/npu.md", "docs/zh/npu.md")
+    ]
+    assert variables[0] == variables[1] and len(variables[0]) >= 6
+    plans = [
+        set(re.findall(r"^\| (\w+) \| [^|]+ \| [^|]+ \|$", text(page), re.M))
+        for page in ("docs/npu.md", "docs/zh/npu.md")
+    ]
+    assert {"plain", "tile_aligned", "row_by_row", "fused_infer"} <= plans[0] & plans[1]
+
+
+def test_the_tables_of_what_runs_have_the_same_rows() -> None:
+    """As many rows, with the same links and commands in each."""
+    rows = [
+        table_after(page, heading)
+        for page, heading in (("README.md", "What runs where"), ("README.zh.md", "哪些已运行"))
+    ]
+    names = [
+        [set(re.findall(r"veRL 0[\d.]+|`make [\w-]+`|top-n|KubeRay|Ray|FA3|MoE", row)) for row in table]
+        for table in rows
+    ]
+    assert names[0] == names[1]
+
+
+def table_after(page: str, heading: str) -> list[str]:
+    return re.findall(r"^\| .*$", text(page).split(f"## {heading}")[1].split("\n## ")[0], re.M)
+
+
 def test_figures_are_the_same() -> None:
     rows = [re.findall(r"^(\| \d \| v\d .*)$", text(page), re.M) for page in ("README.md", "README.zh.md")]
     assert rows[0] == rows[1] and len(rows[0]) == 3

@@ -69,7 +69,8 @@ def demo(
         options = dataclasses.replace(options, temperature=0.7)
     console = Console()
     view = View(console if console.is_terminal else Console(width=140))
-    with demo_dashboard(record, dashboard) as runs:
+    words = [*(["--config", str(config)] if config else ()), *(overrides or ())]
+    with demo_dashboard(record, dashboard, words) as runs:
         run = asyncio.run(run_demo(settings, options, view, runs=runs))
         view.finished(run)
         write_json(json_file, run.to_json())

@@ -26,7 +26,7 @@ ip netns add zd-b
 ip link add zd-va netns zd-a type veth peer name zd-vb netns zd-b
 for side in a b; do
   [ $side = a ] && number=1 || number=2
-  ip -n zd-$side addr add 10.99.0.$number/24 dev zd-v$side
+  ip -n zd-$side addr add "10.99.0.$number/24" dev zd-v$side
   ip -n zd-$side link set zd-v$side up
   ip -n zd-$side link set lo up
 done
@@ -36,9 +36,9 @@ in_b() { ip netns exec zd-b "$@"; }
 in_a "$BIN/ray" start --head --node-ip-address=10.99.0.1 --port=6379 --num-cpus=1 --include-dashboard=false --temp-dir="$WORK" --disable-usage-stats > "$WORK/head.log" 2>&1
 in_b "$BIN/ray" start --address=10.99.0.1:6379 --node-ip-address=10.99.0.2 --num-cpus=1 --disable-usage-stats > "$WORK/worker.log" 2>&1
 in_a env RAY_ADDRESS=10.99.0.1:6379 "$BIN/python" -m rollout serve "model.path=$MODEL" worker.count=2 server.port=50051 \
-  engine.kv_cache_tokens=8192 ray.address=10.99.0.1:6379 > "$WORK/serve.log" 2>&1 &
+  engine.kv_cache_tokens=8192 worker.start_timeout_s=600 ray.address=10.99.0.1:6379 > "$WORK/serve.log" 2>&1 &
 serve=$!
-for _ in $(seq 150); do
+for _ in $(seq 600); do
   grep -q serving "$WORK/serve.log" && break
   kill -0 $serve || { cat "$WORK/serve.log"; exit 1; }
   sleep 1

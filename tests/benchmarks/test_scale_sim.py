@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scale_sim import OURS, POLICIES, Cluster, Parameters, broadcast_s, servers_needed
+from benchmarks.scale_cluster import OURS, POLICIES, Cluster, Parameters
+from benchmarks.scale_sim import broadcast_s, servers_needed
 
 ROOT = Path(__file__).parents[2]
 SMALL = Parameters(prompts_per_replica=4, group=4, length_median=100.0, length_limit=400, restart_s=1.0)

@@ -59,7 +59,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainer = manifest | {"kernels.op.attention": "torch.sdpa", "host.name": "node-2"}
     record_run(root, "clean", steps=8, sibling="ordinary", manifest=manifest, trainer_manifest=manifest, created=3.0)
     record_run(root, "ordinary", steps=8, broken_from=0, sibling="clean", manifest=manifest, created=2.0)
-    certificate = {"device": "cpu", "passed": True, "checks": {"decode = prefill": 128}}
+    family = {"checks": 128, "compared": 4096, "control": "one bit of one row", "control_caught": True, "cpu_s": 1.0}
+    families = [
+        family | {"name": "steps", "title": "decode = prefill = training", "failures": []},
+        family | {"name": "linear", "title": "products at every row count", "failures": ["row 3 of 7 differs"]},
+    ]
+    certificate = {"format": "zerodrift.certificate/1", "holds": False, "level": "quick", "families": families}
     record_run(
         root, "sabotage", steps=20, broken_from=12, manifest=manifest, trainer_manifest=trainer, created=1.0,
         certificate=certificate,
@@ -111,8 +116,8 @@ def open_page(browser: Any, serve: Any) -> Iterator[Open]:
 
 
 def ready(page: Any) -> None:
-    """Wait until the view is drawn."""
-    page.wait_for_selector("body[data-ready=true]")
+    """Wait until the view is drawn, what lies below the screen too."""
+    page.wait_for_selector("body[data-ready=true][data-complete=true]")
 
 
 def until(page: Any, condition: str) -> None:

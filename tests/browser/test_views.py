@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 from tests.browser.conftest import Open, ready, shot, until
+from tests.trainer_bridge.samples import f32, sample
 from tests.trainer_bridge.store.runs import CAUSE, record_run
+from trainer_bridge.compare import compare
 from trainer_bridge.dashboard.explain import Explainer
+from trainer_bridge.store.facts import RunHead, StepFacts
 from trainer_bridge.store.reader import RunStore
+from trainer_bridge.store.recorder import Recorder
 
 VIEWS = ("overview", "distribution", "where", "tokens", "compare", "manifest")
 
@@ -89,18 +93,31 @@ def test_a_sample_can_be_read_token_by_token_and_downloaded(open_page: Open, add
     page.wait_for_selector("#ribbon")
     page.locator("#ribbon button.masked").first.click()
     assert "not compared" in page.locator("#token").inner_text()
+    pressed = "Number(document.querySelector('#ribbon button[aria-pressed=true]').dataset.position)"
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate(pressed) == page.evaluate("Number(document.activeElement.dataset.position)") == 1
+    page.keyboard.press("n")
+    assert "nat" in page.locator("#token").inner_text() and page.evaluate(pressed) > 1
+    assert page.locator("#ribbon button[tabindex='0']").count() == 1, "one stop for Tab"
     assert page.locator("#explain").is_disabled(), "no explain in this server"
-    with page.expect_download() as download:
-        page.get_by_role("button", name="Download").click()
-    line = json.loads(Path(download.value.path()).read_text())
-    assert line["format"] == "zerodrift.rollout/1"
+    assert "needs a dashboard with the command" in page.locator("#explain-note").inner_text()
+    commands = page.locator(".command code").all_inner_texts()
+    assert commands[2] == "zerodrift explain sample.jsonl --trainer trainer.jsonl model.path=tiny"
+    assert f"--weights-digest {'ab' * 32}" in commands[1]
+    lines = []
+    for file in ("sample.jsonl", "trainer.jsonl"):
+        with page.expect_download() as download:
+            page.get_by_role("button", name=f"Download {file}").click()
+        lines.append(json.loads(Path(download.value.path()).read_text()))
+    assert all(line["format"].startswith("zerodrift.rollout/") for line in lines)
+    assert lines[0]["token_ids"] == lines[1]["token_ids"] and lines[0] != lines[1]
 
 
 def test_addresses_hold_the_whole_state(open_page: Open, address: str) -> None:
     page = open_page(f"{address}?run=sabotage&view=where&step=13")
     assert page.locator("#step").input_value() == "13"
-    heat = series(page, "heat")
-    assert {cell[1] for cell in heat} == {0}, "one step, one row"
+    assert {cell[0] for cell in page.evaluate("window.__charts.heat.cells")} == {13}, "one step, one row"
     page.get_by_role("link", name="Distribution").click()
     page.wait_for_selector("body[data-view=distribution][data-ready=true]")
     assert "step=13" in page.url and "view=distribution" in page.url
@@ -133,18 +150,51 @@ def test_two_runs_side_by_side(open_page: Open, address: str) -> None:
     names = page.evaluate("window.__charts.pair_abs.getOption().series.map((s) => s.name)")
     assert names == ["clean", "ordinary"]
     page.select_option("#with", "sabotage")
-    page.wait_for_selector("body[data-ready=true]")
+    ready(page)
     assert "with=sabotage" in page.url
+    page = open_page(f"{address}?run=sabotage&view=compare")
+    page.locator("main .actions a", has_text="ordinary").click()
+    until(page, "window.__charts.pair_abs")
+    assert "with=ordinary" in page.url
 
 
 def test_differences_of_manifests_stand_first(open_page: Open, address: str) -> None:
     page = open_page(f"{address}?run=sabotage&view=manifest")
-    first = page.locator("tbody tr").first.inner_text()
-    assert "torch.sdpa" in page.locator("tbody").first.inner_text()
-    assert "can change bits" in first or "differs" in first
+    rows = page.locator("tbody").first.locator("tr").all_inner_texts()
+    assert "torch.sdpa" in rows[0] and "can change bits" in rows[0]
+    assert "differs" in rows[1] and "same" in rows[2]
     page.fill("input[type=search]", "dtype")
     assert page.locator("tbody").first.locator("tr:visible").count() == 1
-    assert "decode = prefill" in page.locator("main").inner_text(), "the certificate is shown"
+    families = page.locator("#certificate tbody tr").all_inner_texts()
+    assert "holds" in families[0] and "does not hold" in families[1] and "row 3" in families[1]
+    assert "does not hold" in page.locator("#certificate header").inner_text()
+
+
+def test_cells_of_the_heat_map_speak_and_lead_to_their_step(open_page: Open, address: str) -> None:
+    page = open_page(f"{address}?run=sabotage&view=where")
+    cells = page.evaluate("window.__charts.heat.cells")
+    first = next(cell for cell in cells if cell[0] == 14)
+    place = page.evaluate("window.__charts.heat.convertToPixel({ gridIndex: 0 }, [0, 14])")
+    box = page.locator(".chart").first.bounding_box()
+    page.mouse.move(box["x"] + place[0], box["y"] + place[1])
+    tip = page.locator(".tip")
+    assert tip.is_visible() and f"Step 14, Position {first[1]}+" in tip.inner_text()
+    assert f"{first[3]} / {first[2]} unequal" in tip.inner_text()
+    page.mouse.click(box["x"] + place[0], box["y"] + place[1])
+    until(page, "document.getElementById('step')?.value === '14'")
+
+
+def test_infinite_figures_draw(open_page: Open, serve: Callable[..., str], tmp_path: Path) -> None:
+    broken = sample(f32([-1.0, -2000.0, -3.0]), f32([-1.0, -1.0, -3.0]), request_id="r")
+    recorder = Recorder(tmp_path, RunHead("run"))
+    recorder.record(StepFacts(0), [broken], compare([broken]))
+    assert recorder.close().written == 1
+    url = serve(tmp_path)
+    for view in (*VIEWS, "sample&step=0&request=r&index=0"):
+        page = open_page(f"{url}?run=run&view={view}")
+        assert page.locator("#failure").count() == 0, view
+    page = open_page(f"{url}?run=run")
+    assert page.locator("#tiles dd").nth(2).get_attribute("data-exact") == "inf"
 
 
 def test_chinese_dark_and_phone(open_page: Open, address: str) -> None:

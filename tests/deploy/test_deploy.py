@@ -1,6 +1,7 @@
 """What deploy/ ships: fields that the published schemas require, names that exist here, rules that fire.
 
-No CRD schema of KubeRay or the Prometheus operator is on PyPI or in Debian, so the fields are checked one by one.
+No CRD schema of KubeRay or the Prometheus operator is on PyPI or in Debian, so the fields are checked one by one, and
+against the schema itself where KUBERAY_CRDS names a copy.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from jsonschema import Draft202012Validator
 
 from rollout import cli
 from rollout.config import load_settings
@@ -128,14 +130,31 @@ def test_systemd_units(path: Path) -> None:
     assert unit["Service"]["NoNewPrivileges"] == "true" and unit["Install"]["WantedBy"]
 
 
+def tool(name: str) -> str:
+    """A program that checks for us; `make test-deploy` fetches all of them and then demands them."""
+    beside = Path(sys.executable).with_name(name)
+    found = shutil.which(name, path=f"{ROOT / '.tools/usr/bin'}{os.pathsep}{os.environ['PATH']}") or (
+        str(beside) if beside.exists() else None
+    )
+    if found is None:
+        assert "ZERODRIFT_DEPLOY_TOOLS" not in os.environ, f"{name} is missing"
+        pytest.skip(f"{name} is missing; `make test-deploy` fetches it")
+    return found
+
+
+def run(*words: str | Path, cwd: Path = ROOT) -> None:
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and not done.stderr.strip(), done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.npu"])
 def test_images_copy_what_exists_and_pin_torch_first(name: str) -> None:
     text = (DEPLOY / "docker" / name).read_text()
     for line in re.findall(r"^COPY (.+) \S+$", text, re.M):
         assert all((ROOT / part).exists() for part in line.split()), line
-    installs = re.findall(r"^RUN pip install (.*)$", text, re.M)
-    assert "TORCH" in installs[0] and "'.[" in installs[1]
-    extras = set(re.search(r"\.\[([\w,]+)\]", installs[1])[1].split(","))  # type: ignore[index]
+    installs = re.findall(r"^RUN (?:python3 -m )?pip install (.*)$", text, re.M)
+    assert "TORCH" in installs[0] and "'.[" in installs[-1]
+    extras = set(re.search(r"\.\[([\w,]+)\]", installs[-1])[1].split(","))  # type: ignore[index]
     project = (ROOT / "pyproject.toml").read_text()
     assert all(re.search(rf"^{extra} = \[", project, re.M) for extra in extras)
     assert re.search(r"^ARG TORCH=torch==2\.13\.0$", text, re.M)
@@ -158,6 +177,18 @@ def test_the_grafana_board_is_current_and_clashes_with_nobody() -> None:
         assert all(t["expr"] for t in p["targets"])
 
 
+def test_everything_provisioned_carries_our_name() -> None:
+    """Grafana refuses a second data source, provider or board of one name: RL-Insight's and Ray's bring their own."""
+    folder = DEPLOY / "grafana/provisioning"
+    (source,) = yaml.safe_load((folder / "datasources/zerodrift.yml").read_text())["datasources"]
+    (provider,) = yaml.safe_load((folder / "dashboards/zerodrift.yml").read_text())["providers"]
+    assert source["name"].startswith("zerodrift") and source["uid"].startswith("zerodrift")
+    assert not source.get("isDefault"), "whose default it is belongs to whoever runs Grafana"
+    assert provider["name"] == provider["folder"] == "zerodrift"
+    board = json.loads((DEPLOY / "grafana/dashboards/zerodrift.json").read_text())
+    assert board["title"].startswith("zerodrift") and [v["name"] for v in board["templating"]["list"]] == ["datasource"]
+
+
 def test_alerts() -> None:
     rules = yaml.safe_load((DEPLOY / "prometheus/rules.yml").read_text())
     names = {r["alert"]: r for g in rules["groups"] for r in g["rules"]}
@@ -168,17 +199,65 @@ def test_alerts() -> None:
 
 
 def test_promtool_agrees() -> None:
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("promtool is missing (Debian: apt install prometheus)")
-    folder = DEPLOY / "prometheus"
+    promtool, folder = tool("promtool"), DEPLOY / "prometheus"
     for words in ("check rules rules.yml", "test rules rules_test.yml", "check config prometheus.yml"):
         done = subprocess.run([promtool, *words.split()], cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_two_node_script_is_sound() -> None:
-    script = DEPLOY / "ray/two_nodes.sh"
-    assert os.access(script, os.X_OK)
-    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.sh")), ids=lambda p: p.name)
+def test_scripts_are_sound(path: Path) -> None:
+    assert os.access(path, os.X_OK)
+    run("bash", "-n", path)
+    run(tool("shellcheck"), path)
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.npu"])
+def test_hadolint_agrees(name: str, tmp_path: Path) -> None:
+    hadolint, folder = tool("hadolint"), DEPLOY / "docker"
+    run(hadolint, "--config", folder / ".hadolint.yaml", folder / name)
+    bad = tmp_path / "Dockerfile"
+    bad.write_text("FROM python:latest\nRUN cd /tmp && sudo apt-get install x\n")
+    with pytest.raises(AssertionError, match="DL3007"):
+        run(hadolint, "--config", folder / ".hadolint.yaml", bad)
+
+
+@pytest.mark.parametrize("path", sorted((DEPLOY / "systemd").glob("*.service")), ids=lambda p: p.name)
+def test_systemd_agrees(path: Path, tmp_path: Path) -> None:
+    """Every line but the program, which is only there where it is installed."""
+    analyze, unit = tool("systemd-analyze"), tmp_path / path.name
+    unit.write_text(re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", path.read_text(), flags=re.M))
+    run(analyze, "verify", unit)
+    unit.write_text(unit.read_text().replace("Restart=", "Restrat="))
+    with pytest.raises(AssertionError, match="Restrat"):
+        run(analyze, "verify", unit)
+
+
+@pytest.mark.parametrize("path", KUBERAY, ids=lambda p: p.name)
+def test_kuberays_own_schema_agrees(path: Path) -> None:
+    """With KUBERAY_CRDS=FOLDER, where KubeRay's ``ray.io_rayclusters.yaml`` and ``ray.io_rayjobs.yaml`` lie."""
+    folder = os.environ.get("KUBERAY_CRDS")
+    if folder is None:
+        pytest.skip("KUBERAY_CRDS is not set; no package ships these schemas")
+    document = documents(path)[0]
+    crd = yaml.safe_load((Path(folder) / f"ray.io_{document['kind'].lower()}s.yaml").read_text())
+    (version,) = [v for v in crd["spec"]["versions"] if v["name"] == "v1"]
+    schema = closed(version["schema"]["openAPIV3Schema"]) | {"additionalProperties": True}
+    errors = [f"{'/'.join(map(str, e.path))}: {e.message}" for e in Draft202012Validator(schema).iter_errors(document)]
+    assert errors == []
+    cluster_of(document)["headGroupSpec"]["template"]["spec"]["containers"][0]["imagge"] = "x"
+    assert list(Draft202012Validator(schema).iter_errors(document)), "control: a field that is not there"
+
+
+def closed(schema: Any) -> Any:
+    """The schema with unknown fields refused, as `kubectl apply` does, and Kubernetes' own types in plain words."""
+    if isinstance(schema, list):
+        return [closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: closed(value) for key, value in schema.items()}
+    if made.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    if "properties" in made and not made.get("x-kubernetes-preserve-unknown-fields"):
+        made.setdefault("additionalProperties", False)
+    return made

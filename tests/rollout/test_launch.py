@@ -18,6 +18,8 @@ from rollout.launch import find_token, submit
 
 CTRL_C = "\x03"
 """In a fake log: the user presses Ctrl-C while the job prints nothing more."""
+TERMINATE = "\x0f"
+"""In a fake log: the process gets SIGTERM, as from a CI run that is cancelled."""
 ADDRESS = "http://127.0.0.1:8265"
 
 
@@ -70,8 +72,8 @@ class FakeClient:
         for part in self.tails.pop(0):
             if isinstance(part, BaseException):
                 raise part
-            if part == CTRL_C:
-                signal.raise_signal(signal.SIGINT)
+            if part in (CTRL_C, TERMINATE):
+                signal.raise_signal(signal.SIGINT if part == CTRL_C else signal.SIGTERM)
                 await asyncio.Event().wait()
             self.sent += part
             yield part
@@ -220,10 +222,12 @@ def test_a_head_that_goes_away_is_an_error_that_names_the_job(config: Path) -> N
         Run(FakeClient(["step 1\n"], status=[RuntimeError("gone")]), config)
 
 
-def test_ctrl_c_stops_the_job_and_waits_for_its_end(config: Path) -> None:
-    client = FakeClient(["step 1\n", CTRL_C], status=["RUNNING", "RUNNING", "STOPPED"])
+@pytest.mark.parametrize("end", [CTRL_C, TERMINATE], ids=["SIGINT", "SIGTERM"])
+def test_ctrl_c_stops_the_job_and_waits_for_its_end(config: Path, end: str) -> None:
+    client = FakeClient(["step 1\n", end], status=["RUNNING", "RUNNING", "STOPPED"])
+    before = signal.getsignal(signal.SIGTERM)
     run = Run(client, config)
-    assert run.code == 2
+    assert run.code == 2 and signal.getsignal(signal.SIGTERM) is before
     assert client.stopped == [client.submitted[0]["submission_id"]]
     assert run.waits == [0.5, 0.5]
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 from opentelemetry import trace
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -67,3 +73,36 @@ def test_an_endpoint_without_its_exporter_is_an_error(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
     with pytest.raises(ConfigError, match="the exporter is missing"):
         tracing.configure("test")
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """What an OpenTelemetry collector is to us: it takes spans."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, str]] = []
+
+    def Export(self, request: Any, context: Any) -> Any:
+        for resource in request.resource_spans:
+            names = {a.key: a.value.string_value for a in resource.resource.attributes}
+            self.spans += [(names["service.name"], s.name) for scope in resource.scope_spans for s in scope.spans]
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+def test_spans_reach_a_collector_by_otlp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own, as an entry point does it: the provider is global there."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter", reason="the extra otel is missing")
+    collector, server = Collector(), grpc.server(ThreadPoolExecutor(2))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    program = (
+        "from opentelemetry import trace\nfrom rollout import tracing\n"
+        "assert tracing.configure('zerodrift-test')\nwith tracing.span('step'):\n    assert tracing.traceparent()\n"
+        "trace.get_tracer_provider().shutdown()\n"
+    )
+    environment = os.environ | {tracing.ENDPOINT: f"http://127.0.0.1:{port}", "OTEL_EXPORTER_OTLP_INSECURE": "true"}
+    try:
+        subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
+    finally:
+        server.stop(None).wait(10)
+    assert collector.spans == [("zerodrift-test", "step")]

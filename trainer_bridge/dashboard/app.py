@@ -22,11 +22,12 @@ from rollout.errors import InvalidRequest, NotFound, ReplicaUnavailable, Rollout
 from trainer_bridge.dashboard.explain import Explainer, require
 from trainer_bridge.dashboard.guard import Guard
 from trainer_bridge.dashboard.queries import Queries, StepRange
-from trainer_bridge.dashboard.sample_line import sample_line
+from trainer_bridge.dashboard.sample_line import Side, sample_line
 from trainer_bridge.dashboard.summaries import run_page, run_summary, sample_page, step_page
 from trainer_bridge.dashboard.watch import Watcher
 from trainer_bridge.store.reader import RunStore
 
+SIDES: tuple[Side, ...] = ("rollout", "trainer")
 STATIC = Path(__file__).parent / "static"
 _STATUS: tuple[tuple[type[RolloutError], int], ...] = (
     (NotFound, 404),
@@ -67,8 +68,7 @@ class Api:
 
     async def run(self, request: Request) -> Response:
         """One run: summary, trends, manifests."""
-        page = await asyncio.to_thread(run_page, self._store, _run(request))
-        return Json(page | {"explain": self._explainer is not None})
+        return Json(await asyncio.to_thread(run_page, self._store, _run(request)))
 
     async def step(self, request: Request) -> Response:
         """Every figure of one step."""
@@ -104,18 +104,27 @@ class Api:
 
     async def sample_file(self, request: Request) -> Response:
         """The sample as a JSONL file for ``compare``, ``explain`` and ``replay``."""
-        line = await asyncio.to_thread(sample_line, self._store, _run(request), *_sample(request))
+        side: Side = "trainer" if request.query_params.get("side") == "trainer" else "rollout"
+        line = await asyncio.to_thread(sample_line, self._store, _run(request), *_sample(request), side)
         headers = {"content-disposition": 'attachment; filename="sample.jsonl"'}
         return PlainTextResponse(line + "\n", media_type="application/jsonl", headers=headers)
 
     async def explain(self, request: Request) -> Response:
         """Run the explainer on a sample."""
         explainer = require(self._explainer)
-        line = await asyncio.to_thread(sample_line, self._store, _run(request), *_sample(request))
+        place = (self._store, _run(request), *_sample(request))
+        lines = [await asyncio.to_thread(sample_line, *place, side) for side in SIDES]
         if self._explaining.locked():
             raise ReplicaUnavailable("another explanation is running; try again when it is done")
         async with self._explaining:
-            return Json(await explainer(line))
+            return Json(await explainer(*lines))
+
+    async def explainer(self, request: Request) -> Response:
+        """Whether a sample can be explained from the page now, by whom, and why not."""
+        if self._explainer is None:
+            return Json({"available": False, "address": None, "reason": ""})
+        reason = await self._explainer.trouble()
+        return Json({"available": not reason, "address": self._explainer.address, "reason": reason})
 
 
 def build_app(
@@ -148,6 +157,7 @@ def build_app(
 
     handlers: dict[str, Callable[[Request], Any]] = {
         "/api/events": events,
+        "/api/explainer": api.explainer,
         "/api/runs": api.runs,
         "/api/runs/{run}": api.run,
         "/api/runs/{run}/distribution": api.distribution,

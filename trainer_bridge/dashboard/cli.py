@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
+import sys
 import threading
-from collections.abc import Iterator
+import webbrowser
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,21 +42,34 @@ def dashboard(
         str | None,
         typer.Option(envvar="ZERODRIFT_DASHBOARD_TOKEN", help="Beyond loopback one is made if none is given."),
     ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="The service that sampled, with server.debug=true: explain asks it.")
+    ] = None,
     config: Config = None,
     overrides: Overrides = None,
 ) -> None:
     """Show recorded runs in a browser, live. Settings are those that ``explain``, run from the page, is to use."""
     require_extra()
-    from rollout.cli import app
     from trainer_bridge.dashboard.explain import default_explainer
     from trainer_bridge.dashboard.serve import access_token, bind, page_address, serve
 
-    verbs = [c.name or getattr(c.callback, "__name__", "") for c in app.registered_commands]
+    verbs = _verbs()
     wanted = access_token(host, token)
     given = ["--config", str(config)] if config is not None else []
     listener = bind(host, port)
     typer.echo(f"dashboard of {folder} at {page_address(listener, wanted)}")
-    serve(folder, listener, token=wanted, explainer=default_explainer(verbs, [*given, *(overrides or [])]))
+    serve(
+        folder,
+        listener,
+        token=wanted,
+        explainer=default_explainer(verbs, [*given, *(overrides or [])], address=address),
+    )
+
+
+def _verbs() -> list[str]:
+    from rollout.cli import app
+
+    return [c.name or str(getattr(c.callback, "__name__", "")) for c in app.registered_commands]
 
 
 def runs(
@@ -62,10 +78,19 @@ def runs(
     max_bytes: Annotated[
         int | None, typer.Option(min=0, help="Then remove tokens of old runs, and old runs, down to this size.")
     ] = None,
+    sql: Annotated[
+        str | None,
+        typer.Option(help="Answer this by DuckDB instead; tables steps, samples and tokens, by run and step."),
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """List recorded runs with their verdict and size; with a limit, remove old ones first."""
     require_extra()
+    if sql is not None:
+        from trainer_bridge.store.sql import answer
+
+        typer.echo(answer(folder, sql))
+        return
     from rich.console import Console
     from rich.table import Table
 
@@ -93,9 +118,18 @@ def runs(
     write_json(json_file, {"runs": rows})
 
 
+def open_browser(address: str) -> bool:
+    """Show the page to whoever sits at a terminal with a screen; whether there was one."""
+    screen = sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+    return screen and sys.stdout.isatty() and webbrowser.open(address)
+
+
 @contextlib.contextmanager
-def demo_dashboard(record: Path | None, show: bool) -> Iterator[Path | None]:
-    """Where the demo records, if anywhere. With ``show``, serve the dashboard meanwhile and until Ctrl-C."""
+def demo_dashboard(record: Path | None, show: bool, settings: Sequence[str] = ()) -> Iterator[Path | None]:
+    """Where the demo records, if anywhere. With ``show``, serve the dashboard meanwhile and until Ctrl-C.
+
+    ``settings``: the demo's own, as words of the command line, for ``explain`` from the page.
+    """
     if record is None and not show:
         yield None
         return
@@ -104,11 +138,13 @@ def demo_dashboard(record: Path | None, show: bool) -> Iterator[Path | None]:
     if not show:
         yield folder
         return
+    from trainer_bridge.dashboard.explain import default_explainer
     from trainer_bridge.dashboard.serve import bind, page_address, serving_beside
 
     listener = bind("127.0.0.1", 0)
-    with serving_beside(folder, listener, token=None):
+    with serving_beside(folder, listener, token=None, explainer=default_explainer(_verbs(), settings)):
         typer.echo(f"dashboard: {page_address(listener, None)}")
+        open_browser(page_address(listener, None))
         yield folder
         typer.echo("the dashboard stays up; stop it with Ctrl-C")
         with contextlib.suppress(KeyboardInterrupt):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,13 +12,17 @@ from trainer_bridge.jsonl import encode
 from trainer_bridge.rollout_record import RolloutRecord
 from trainer_bridge.store.reader import RunStore
 
+Side = Literal["rollout", "trainer"]
 
-def sample_line(store: RunStore, run: str, step: int, request_id: str, sample_index: int) -> str:
-    """One JSONL line with the rollout's bits. Errors: NotFound."""
+
+def sample_line(
+    store: RunStore, run: str, step: int, request_id: str, sample_index: int, side: Side = "rollout"
+) -> str:
+    """One JSONL line with the bits of one side. Errors: NotFound."""
     row = store.sample(run, step, request_id, sample_index)
     columns = row["token_columns"]
-    bits = columns.column("rollout_bits").to_numpy().astype(np.int32)
-    digests = columns.column("rollout_digest")
+    bits = columns.column(f"{side}_bits").to_numpy().astype(np.int32)
+    digests = columns.column(f"{side}_digest")
     sampling = None if row["sampling"] is None else _sampling(row["sampling"])
     spans = tuple(VersionSpan(s["version"], s["start"], s["end"]) for s in row["spans"])
     record = RolloutRecord(

@@ -47,12 +47,20 @@ def run_summary(store: RunStore, run: str) -> dict[str, Any]:
 
 def run_page(store: RunStore, run: str) -> dict[str, Any]:
     """Summary, trends as columns, manifests with their differences, certificate. Errors: NotFound."""
+    # Read first: what comes meanwhile makes it old, never too new.
+    revision = store.revision(run)
     head = store.head(run)
     steps = store.figures(run)
     differences = diff_manifests(head.manifest, head.trainer_manifest) if head.trainer_manifest else []
+    last = next(reversed(steps), None)
     return run_summary(store, run) | {
+        "revision": revision,
+        "last": None if last is None else steps[last] | {"step": last},
         "bytes": store.size_bytes(run),
         "trends": {"step": list(steps), **{name: [f.get(name) for f in steps.values()] for name in TRENDS}},
+        "kept_samples": sum(f["kept_samples"] for f in steps.values()),
+        "kept_tokens": sum(f["kept_tokens"] for f in steps.values()),
+        "writers": max((f["parts"] for f in steps.values()), default=0),
         "scalars": sorted({name for f in steps.values() for name in f["scalars"]}),
         "manifest": dict(head.manifest),
         "trainer_manifest": dict(head.trainer_manifest),

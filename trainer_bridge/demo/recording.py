@@ -7,8 +7,12 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from rollout.certify.certificate import default_path, read_certificate
 from rollout.detokenize import Detokenizer
+from rollout.errors import CertificateError
+from rollout.manifest import manifest_digest
 from trainer_bridge.demo.records import StepRecord
 from trainer_bridge.demo.sabotage import Sabotage
 from trainer_bridge.records import ScoredSample
@@ -63,7 +67,10 @@ def run_heads(
     manifest: Mapping[str, str],
     trainer_manifest: Mapping[str, str],
 ) -> tuple[RunHead, RunHead]:
-    """Heads of the aligned run and of the ordinary one; ``run`` None: named by the time."""
+    """Heads of the aligned run and of the ordinary one; ``run`` None: named by the time.
+
+    The certificate that ``zerodrift certify`` keeps for this manifest goes along, if there is one.
+    """
     name = run or time.strftime("demo-%Y%m%d-%H%M%S")
     aligned = RunHead(
         name,
@@ -73,6 +80,7 @@ def run_heads(
         sibling=f"{name}-ordinary",
         manifest=dict(manifest),
         trainer_manifest=dict(trainer_manifest),
+        certificate=_certificate(manifest),
     )
     ordinary = RunHead(
         f"{name}-ordinary",
@@ -84,6 +92,14 @@ def run_heads(
         created=aligned.created - 1e-3,  # listed below the run it belongs to
     )
     return aligned, ordinary
+
+
+def _certificate(manifest: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        return read_certificate(default_path(manifest_digest(manifest))).to_json()
+    except CertificateError as error:
+        log.info("the record carries no certificate: %s", error)
+        return {}
 
 
 @contextlib.contextmanager

@@ -24,10 +24,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rollout.errors import InvalidRequest, NotFound
+from trainer_bridge.store.cells import Cells, cells_of
 from trainer_bridge.store.facts import RunHead
 from trainer_bridge.store.files import folder_bytes
 from trainer_bridge.store.merge import step_figures
-from trainer_bridge.store.schema import GROUP, HEAD_NAME, SCHEMA_VERSION, run_folder
+from trainer_bridge.store.schema import HEAD_NAME, SCHEMA_VERSION, run_folder
 
 log = logging.getLogger(__name__)
 _READ_THREADS = 4
@@ -42,7 +43,8 @@ class Part:
     step: int
     row: dict[str, Any]
     """without ``groups`` and ``worst``"""
-    groups: pa.Table
+    cells: dict[str, Cells]
+    """dimension -> its cells"""
     worst: pa.Array
     """structs of ``schema.WORST``"""
 
@@ -59,12 +61,12 @@ class RunState:
     head: RunHead
     parts: dict[Path, Part] = field(default_factory=dict)
     """every part read so far, superseded ones included"""
+    of_step: dict[int, dict[Path, Part]] = field(default_factory=dict)
+    """the same by step; no step is empty"""
     seen: dict[str, int] = field(default_factory=dict)
     """step folder -> mtime in ns when it was listed last"""
     figures: dict[int, dict[str, Any]] = field(default_factory=dict)
     """step -> merged figures; dropped when one of its parts changes"""
-    groups: pa.Table | None = None
-    """cells of all live parts with their step, built when first asked for"""
     size: tuple[int, int] | None = None
     """revision and bytes when they were counted last"""
     revision: int = 0
@@ -72,7 +74,7 @@ class RunState:
 
     def live(self, step: int) -> list[Part]:
         """Parts that count: of each writer's sessions the newest that recorded this step."""
-        mine = [p for p in self.parts.values() if p.step == step]
+        mine = list(self.of_step.get(step, {}).values())
         newest: dict[str, int] = {}
         for part in mine:
             newest[part.row["writer"]] = max(newest.get(part.row["writer"], 0), part.row["session_ns"])
@@ -81,7 +83,21 @@ class RunState:
     @property
     def steps(self) -> list[int]:
         """Recorded steps in order."""
-        return sorted({part.step for part in self.parts.values()})
+        return sorted(self.of_step)
+
+    def add(self, part: Part) -> None:
+        """Take a part in."""
+        self.parts[part.path] = part
+        self.of_step.setdefault(part.step, {})[part.path] = part
+        self.figures.pop(part.step, None)
+
+    def remove(self, path: Path) -> None:
+        """Forget a part that went."""
+        step = self.parts.pop(path).step
+        del self.of_step[step][path]
+        if not self.of_step[step]:
+            del self.of_step[step]
+        self.figures.pop(step, None)
 
 
 class RunStore:
@@ -91,18 +107,24 @@ class RunStore:
         self.root = root
         self._runs: dict[str, RunState] = {}
         self._lock = threading.RLock()
+        self._refreshing = threading.Lock()
 
     def refresh(self) -> set[str]:
-        """Read what is new; names of the runs that changed or went. A missing folder is an empty one."""
-        with self._lock:
+        """Read what is new; names of the runs that changed or went. A missing folder is an empty one.
+
+        Files are read outside the lock and run by run, the latest first, so that readers never wait for the disk.
+        """
+        with self._refreshing:
             try:
                 folders = {p.name[4:]: p for p in self.root.iterdir() if p.name.startswith("run=") and p.is_dir()}
             except FileNotFoundError:
                 folders = {}
-            gone = self._runs.keys() - folders.keys()
-            for name in gone:
-                del self._runs[name]
-            return gone | {name for name, folder in folders.items() if self._refresh_run(name, folder)}
+            with self._lock:
+                gone = self._runs.keys() - folders.keys()
+                for name in gone:
+                    del self._runs[name]
+            latest = sorted(folders, key=lambda name: _modified(folders[name]), reverse=True)
+            return gone | {name for name in latest if self._refresh_run(name, folders[name])}
 
     def names(self) -> list[str]:
         """Runs, newest first."""
@@ -156,21 +178,27 @@ class RunStore:
         if not tables:
             return 0, []
         found = pa.concat_tables(tables)
+        count = found.num_rows
+        if count > limit:
+            # Sorting by place as well is for the few that can be shown.
+            sizes = np.nan_to_num(found.column("abs_delta").to_numpy(), nan=np.inf, posinf=np.inf)
+            found = found.filter(pa.array(sizes >= np.partition(sizes, count - limit)[count - limit]))
         by_place = [(name, "ascending") for name in ("step", "request_id", "sample_index", "position")]
-        return found.num_rows, found.sort_by([("abs_delta", "descending"), *by_place]).slice(0, limit).to_pylist()
+        return count, found.sort_by([("abs_delta", "descending"), *by_place]).slice(0, limit).to_pylist()
 
-    def groups(self, run: str) -> pa.Table:
-        """Cells of every step: ``schema.GROUP`` and ``step``. Errors: NotFound."""
+    def cells(
+        self, run: str, dimension: str, first: int | None = None, last: int | None = None
+    ) -> list[tuple[int, Cells]]:
+        """Step and cells of every live part of steps first..last that has some. Errors: NotFound."""
         with self._lock:
             state = self._run(run)
-            if state.groups is None:
-                parts = [part for step in state.steps for part in state.live(step)]
-                tables = [
-                    p.groups.append_column("step", pa.repeat(pa.scalar(p.step), p.groups.num_rows)) for p in parts
-                ]
-                empty = pa.schema([*GROUP, ("step", pa.int64())]).empty_table()
-                state.groups = pa.concat_tables([empty, *tables]).combine_chunks()
-            return state.groups
+            return [
+                (step, part.cells[dimension])
+                for step in state.steps
+                if (first is None or step >= first) and (last is None or step <= last)
+                for part in state.live(step)
+                if dimension in part.cells
+            ]
 
     def samples(self, run: str, step: int) -> list[dict[str, Any]]:
         """Kept samples of a step without their ids and text, most unequal first. Errors: NotFound."""
@@ -215,25 +243,34 @@ class RunStore:
                 yield pq.read_table(part.table_path(table), columns=columns, filters=chosen, partitioning=None)
 
     def _refresh_run(self, name: str, folder: Path) -> bool:
+        """Only ``refresh`` calls this, one at a time, so what it read of the state stays true meanwhile."""
         state = self._runs.get(name)
+        fresh = state is None
         if state is None:
             head = _read_head(folder)
             if head is None:
                 return False
-            state = self._runs[name] = RunState(folder, head)
-            state.revision = 1
+            state = RunState(folder, head)
         new, gone = _scan(state)
-        for path in gone:
-            state.figures.pop(state.parts.pop(path).step, None)
         with ThreadPoolExecutor(_READ_THREADS) as pool:
             read = [part for part in pool.map(_read_part, new) if part is not None]
-        for part in read:
-            state.parts[part.path] = part
-            state.figures.pop(part.step, None)
-        if read or gone:
-            state.groups = None
-            state.revision += 1
-        return bool(read or gone) or state.revision == 1
+        with self._lock:
+            self._runs[name] = state
+            for path in gone:
+                state.remove(path)
+            for part in read:
+                state.add(part)
+            if changed := bool(read or gone or fresh):
+                state.revision += 1
+        return changed
+
+
+def _modified(folder: Path) -> float:
+    # The folder of steps changes with every new step.
+    for path in (folder / "steps", folder):
+        with contextlib.suppress(OSError):
+            return path.stat().st_mtime
+    return 0.0
 
 
 def _columns(table: str) -> list[str]:
@@ -286,7 +323,7 @@ def _read_part(path: Path) -> Part | None:
         if row["schema_version"] > SCHEMA_VERSION:
             log.warning("%s has schema %d, this version reads %d", path, row["schema_version"], SCHEMA_VERSION)
             return None
-        return Part(path, int(path.parent.name.removeprefix("step=")), row, groups, worst)
+        return Part(path, int(path.parent.name.removeprefix("step=")), row, cells_of(groups), worst)
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:
         log.warning("%s is not a readable part: %s", path, error)
         return None

@@ -11,6 +11,7 @@ import logging
 
 from rollout.errors import UnsupportedFeature
 from trainer_bridge.verl.options import NAME
+from trainer_bridge.verl.record import install as record_steps
 
 TESTED = ("0.9.1",)
 """verl versions that ``make test-verl`` ran against."""
@@ -36,6 +37,7 @@ def register() -> None:
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
+    record_steps()
     RolloutReplicaRegistry.register(NAME, _replica_class)
     _ROLLOUT_REGISTRY[NAME, "async"] = "trainer_bridge.verl.adapter.ServerAdapter"
 

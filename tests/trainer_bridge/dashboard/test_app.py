@@ -10,20 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from starlette.applications import Starlette
 
+from tests.trainer_bridge.samples import f32, i32, sample
 from tests.trainer_bridge.store.runs import CAUSE, batch, record_run
 from trainer_bridge.compare import compare
 from trainer_bridge.dashboard.app import STATIC, build_app
 from trainer_bridge.dashboard.explain import Explainer, default_explainer
+from trainer_bridge.dashboard.serve import bind
 from trainer_bridge.dashboard.summaries import TRENDS
 from trainer_bridge.dashboard.watch import Watcher
 from trainer_bridge.jsonl import decode
 from trainer_bridge.records import Comparison
 from trainer_bridge.report import to_json
+from trainer_bridge.store.facts import RunHead, StepFacts
 from trainer_bridge.store.partials import EQUAL_BIN
 from trainer_bridge.store.reader import RunStore
+from trainer_bridge.store.recorder import Recorder, RecordOptions
 
 
 class Http:
@@ -190,17 +195,56 @@ async def test_events_say_hello_and_then_what_changed(tmp_path: Path) -> None:
 @pytest.fixture
 def explaining(tmp_path: Path) -> Iterator[tuple[Http, dict[str, Any]]]:
     record_run(tmp_path, steps=1, broken_from=0)
-    read = "n = open(sys.argv[1]).read().count('request_id')"
-    program = f"import json, sys; {read}; json.dump({{'lines': n}}, open(sys.argv[2], 'w'))"
+    read = "n = [open(p).read().count('request_id') for p in sys.argv[1:3]]"
+    program = f"import json, sys; {read}; json.dump({{'lines': n}}, open(sys.argv[3], 'w'))"
     yield (
-        client(tmp_path, explainer=Explainer((sys.executable, "-c", program, "{rollouts}", "{out}"))),
+        client(tmp_path, explainer=Explainer((sys.executable, "-c", program, "{rollouts}", "{trainer}", "{out}"))),
         {"request": "step0/p0", "index": 0},
     )
 
 
+def test_each_side_has_a_file(run: tuple[Http, list[Comparison]]) -> None:
+    expected = batch(2, broken=True, version=2, step=2)[1]
+    where = {"request": expected.request_id, "index": expected.sample_index}
+    for side, values in (("rollout", expected.rollout_logprobs), ("trainer", expected.trainer_logprobs)):
+        text = run[0].get("/api/runs/run/steps/2/sample.jsonl", params=where | {"side": side}).text
+        assert decode(text.strip(), 1).policy_logprobs.view("u4").tolist() == values.view("u4").tolist()
+    assert not np.array_equal(expected.rollout_logprobs.view("u4"), expected.trainer_logprobs.view("u4")), "control"
+
+
+def test_who_explains_and_whether_he_answers(tmp_path: Path) -> None:
+    assert client(tmp_path).get("/api/explainer").json() == {"available": False, "address": None, "reason": ""}
+    here = default_explainer(["explain"], ["model.path=m"])
+    assert here is not None and here.command[-1] == "model.path=m" and "--address" not in here.command
+    assert client(tmp_path, explainer=here).get("/api/explainer").json()["available"] is True
+    with bind("127.0.0.1", 0) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        asks = default_explainer(["explain"], address=address)
+        assert asks is not None and asks.command[asks.command.index("--address") + 1] == address
+        answers = client(tmp_path, explainer=asks).get("/api/explainer").json()
+        assert answers == {"available": True, "address": address, "reason": ""}
+    for gone in (address, "no port"):
+        asks = default_explainer(["explain"], address=gone)
+        said = client(tmp_path, explainer=asks).get("/api/explainer").json()
+        assert said["available"] is False and said["reason"] == f"the service {gone} does not answer"
+
+
+def test_infinite_figures_are_shown(tmp_path: Path) -> None:
+    """exp(1999) has no float64: k3 is infinite, which JSON has no number for."""
+    broken = sample(f32([-1.0, -2000.0, -3.0]), f32([-1.0, -1.0, -3.0]), request_id="r", token_ids=i32([1, 2, 3]))
+    recorder = Recorder(tmp_path, RunHead("run"), options=RecordOptions(keep_rate=1.0))
+    recorder.record(StepFacts(0), [broken], compare([broken]))
+    assert recorder.close().written == 1
+    http = client(tmp_path)
+    assert http.get("/api/runs/run").json()["trends"]["k3"] == ["inf"]
+    assert http.get("/api/runs/run/where").json()["groups"]["replica"][0][5] == "inf"
+    for view in ("distribution", "worst", "steps/0", "steps/0/samples", "steps/0/sample?request=r&index=0"):
+        assert http.get(f"/api/runs/run/{view}").status_code == 200, view
+
+
 def test_explain_runs_the_command_on_the_sample(explaining: tuple[Http, dict[str, Any]]) -> None:
     http, where = explaining
-    assert http.post("/api/runs/run/steps/0/explain", params=where).json()["explanation"] == {"lines": 1}
+    assert http.post("/api/runs/run/steps/0/explain", params=where).json()["explanation"] == {"lines": [1, 1]}
     assert http.get("/api/runs/run/steps/0/explain", params=where).status_code == 405
 
 

@@ -16,9 +16,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, InvalidRequest
 from tests.trainer_bridge.store.runs import record_run
-from trainer_bridge.dashboard.cli import demo_dashboard, register, require_extra
+from trainer_bridge.dashboard import cli
+from trainer_bridge.dashboard.cli import demo_dashboard, open_browser, register, require_extra
 
 
 def invoke(*words: str) -> Any:
@@ -39,6 +40,16 @@ def test_runs_lists_verdict_and_size_and_removes_old_ones(tmp_path: Path) -> Non
     assert [r["run"] for r in rows] == ["new", "old"] and all(r["bytes"] > 0 for r in rows)
     shown = invoke("runs", "--runs", str(tmp_path), "--keep", "1")
     assert "removed run of run old" in shown.output and "1 runs" in shown.output
+
+
+def test_runs_answers_sql(tmp_path: Path) -> None:
+    comparisons, _ = record_run(tmp_path, steps=2, broken_from=1)
+    unequal = "SELECT step, count(*) AS n FROM tokens WHERE mask AND rollout_bits <> trainer_bits GROUP BY step"
+    shown = invoke("runs", "--runs", str(tmp_path), "--sql", unequal)
+    assert shown.exit_code == 0 and re.search(rf"1\W+{comparisons[1].unequal_tokens}\W", shown.output), shown.output
+    shown = invoke("runs", "--runs", str(tmp_path), "--sql", "SELECT run, tokens FROM steps ORDER BY step")
+    assert re.search(rf"run\W+{comparisons[0].tokens}\W", shown.output)
+    assert isinstance(invoke("runs", "--runs", str(tmp_path), "--sql", "SELECT nothing").exception, InvalidRequest)
 
 
 def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
@@ -66,6 +77,21 @@ def test_the_demo_records_where_it_is_told(tmp_path: Path) -> None:
         assert folder is None
     with demo_dashboard(tmp_path, False) as folder:
         assert folder == tmp_path
+
+
+@pytest.mark.parametrize(("screen", "terminal"), [(True, True), (True, False), (False, True)])
+def test_a_browser_opens_where_someone_can_see_it(
+    monkeypatch: pytest.MonkeyPatch, screen: bool, terminal: bool
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(cli.webbrowser, "open", lambda address: not opened.append(address))
+    monkeypatch.setattr(cli.sys, "platform", "linux")
+    monkeypatch.setattr(cli.sys.stdout, "isatty", lambda: terminal)
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    if screen:
+        monkeypatch.setenv("DISPLAY", ":0")
+    assert open_browser("http://here") is (screen and terminal) and bool(opened) is (screen and terminal)
 
 
 def test_the_demo_keeps_the_page_up_until_ctrl_c(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.trainer_bridge.store.runs import CAUSE, batch, record_run
 from trainer_bridge.compare import compare
 from trainer_bridge.records import ScoredSample
 from trainer_bridge.report import to_json
+from trainer_bridge.store import reader
 from trainer_bridge.store.facts import RunHead, StepFacts
 from trainer_bridge.store.files import write_text
 from trainer_bridge.store.reader import RunStore
@@ -96,19 +98,37 @@ def test_a_store_sees_new_steps_and_only_then_changes(tmp_path: Path) -> None:
     assert list(store.figures("a")) == [0, 5]
 
 
-def test_groups_add_up_to_the_tokens_in_every_dimension(tmp_path: Path) -> None:
+def test_cells_add_up_to_the_tokens_in_every_dimension(tmp_path: Path) -> None:
     comparisons, _ = record_run(tmp_path, broken_from=1)
-    groups = read(tmp_path).groups("run").to_pylist()
-    dimensions = {g["dimension"] for g in groups}
-    assert dimensions == {"delta", "ulp", "probability", "position", "length", "replica", "version", "filter"}
-    for dimension in dimensions:
-        for step, comparison in enumerate(comparisons):
-            cells = [g for g in groups if g["dimension"] == dimension and g["step"] == step]
-            assert sum(c["tokens"] for c in cells) == comparison.tokens, dimension
-            assert sum(c["unequal"] for c in cells) == comparison.unequal_tokens, dimension
-            assert max(c["max_abs"] for c in cells) == comparison.max_abs, dimension
-    assert {g["key"] for g in groups if g["dimension"] == "filter"} == {"none", "top_k=50"}
-    assert {g["key"] for g in groups if g["dimension"] == "version"} == {"0", "1", "2"}
+    store = read(tmp_path)
+    for dimension in ("delta", "ulp", "probability", "position", "length", "replica", "version", "filter"):
+        assert [step for step, _ in store.cells("run", dimension)] == [0, 1, 2]
+        for (_, cells), comparison in zip(store.cells("run", dimension), comparisons, strict=True):
+            assert cells.tokens.sum() == comparison.tokens, dimension
+            assert cells.unequal.sum() == comparison.unequal_tokens, dimension
+            assert cells.max_abs.max() == comparison.max_abs, dimension
+    assert {key for _, cells in store.cells("run", "filter") for key in cells.key} == {"none", "top_k=50"}
+    assert [cells.key for _, cells in store.cells("run", "version")] == [("0",), ("1",), ("2",)]
+    assert [step for step, _ in store.cells("run", "ulp", 1, 1)] == [1] and store.cells("run", "none") == []
+
+
+def test_reading_files_keeps_no_one_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record_run(tmp_path, "a", steps=1)
+    store = read(tmp_path)
+    record_run(tmp_path, "b", steps=1)
+    seen: list[list[str]] = []
+    inner = reader._read_part
+
+    def slow(path: Path) -> reader.Part | None:
+        # From another thread, as a request: the lock is free while the disk is read.
+        asked = threading.Thread(target=lambda: seen.append(store.names()))
+        asked.start()
+        asked.join(30)
+        return inner(path)
+
+    monkeypatch.setattr(reader, "_read_part", slow)
+    assert store.refresh() == {"b"}
+    assert seen == [["a"]] and store.names() == ["b", "a"]
 
 
 def test_worst_tokens_are_the_worst_and_carry_their_context(tmp_path: Path) -> None:
@@ -119,6 +139,7 @@ def test_worst_tokens_are_the_worst_and_carry_their_context(tmp_path: Path) -> N
     assert [w["abs_delta"] for w in worst] == sorted((w["abs_delta"] for w in worst), reverse=True)
     assert all(w["text"].strip() for w in worst)
     assert read(tmp_path).worst("run", 0, 1) == (0, [])
+    assert read(tmp_path).worst("run", limit=5) == (total, worst[:5])
 
 
 def test_a_sample_comes_back_whole(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import logging
 import multiprocessing
 import resource
 import threading
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import duckdb
@@ -21,6 +21,7 @@ from tests.trainer_bridge.store.runs import batch, record_run
 from trainer_bridge.compare import compare
 from trainer_bridge.store import recorder as recorder_module
 from trainer_bridge.store.facts import RunHead, StepFacts
+from trainer_bridge.store.reader import RunStore
 from trainer_bridge.store.recorder import Recorder, RecordOptions
 from trainer_bridge.store.schema import SAMPLES, STEPS, TOKENS
 
@@ -169,3 +170,39 @@ def test_options_and_facts_are_checked(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="6 samples but facts of 0"):
         recorder.record(StepFacts(0), samples, compare(samples), [])
     recorder.close()
+
+
+def test_many_writers_at_once_and_a_reader_beside_them(tmp_path: Path) -> None:
+    """Ranks write one run on shared storage while the dashboard reads: no part is lost, none is seen half."""
+    ranks, steps, done = 4, 5, threading.Event()
+    seen: list[int] = []
+    store = RunStore(tmp_path)
+
+    def rank(number: int) -> None:
+        recorder = Recorder(tmp_path, RunHead("run"), writer=f"rank{number}")
+        for step in range(steps):
+            samples = batch(number * 100 + step, samples=2)
+            recorder.record(StepFacts(step), samples, compare(samples))
+        assert recorder.close().written == steps
+
+    def read() -> None:
+        while not done.is_set():
+            store.refresh()
+            if store.names():
+                seen.extend(figures["parts"] for figures in store.figures("run").values())
+
+    with ThreadPoolExecutor(ranks + 1) as pool:
+        reading = pool.submit(read)
+        try:
+            for writing in [pool.submit(rank, number) for number in range(ranks)]:
+                writing.result(120)
+        finally:
+            done.set()
+        reading.result(60)
+    store.refresh()
+    figures = store.figures("run")
+    assert list(figures) == list(range(steps)) and {f["parts"] for f in figures.values()} == {ranks}
+    whole = [s for number in range(ranks) for s in batch(number * 100 + 3, samples=2)]
+    assert figures[3]["tokens"] == compare(whole).tokens
+    assert all(1 <= parts <= ranks for parts in seen)
+    assert not list(tmp_path.rglob(".*")), "no partial file is left"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollout.errors import ConfigError
@@ -84,3 +86,38 @@ def test_the_recorder_feeds_sink_and_meter(tmp_path: Any) -> None:
     assert get("zerodrift_bridge_logprob_abs_diff_max", {"run": "r"}) == comparison.max_abs
     assert get("zerodrift_bridge_steps_recorded", {"run": "r"}) == 1
     assert get("zerodrift_bridge_steps_dropped", {"run": "r"}) == 0
+
+
+def test_tensorboard_itself_reads_back_what_was_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    comparison = compare(batch(0, broken=True))
+    on_step(tensorboard_sink(str(tmp_path)))(STEP, comparison)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    scalars = scalars_of(STEP, comparison)
+    assert set(events.Tags()["scalars"]) == set(scalars)
+    for name, value in scalars.items():
+        (event,) = events.Scalars(name)
+        assert event.step == 7 and event.value == np.float32(value), name
+
+
+def test_mlflow_itself_reads_back_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow = pytest.importorskip("mlflow")
+    mlflow.set_tracking_uri(tmp_path.as_uri())
+    mlflow.set_experiment("zerodrift")
+    comparison = compare(batch(0, broken=True))
+    with mlflow.start_run() as run:
+        on_step(mlflow_sink())(STEP, comparison)
+    found = mlflow.tracking.MlflowClient().get_run(run.info.run_id).data.metrics
+    assert found == scalars_of(STEP, comparison)
+
+
+def test_wandb_itself_takes_what_is_written(tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    with wandb.init(dir=tmp_path, project="zerodrift", mode="offline") as run:
+        on_step(wandb_sink())(STEP, compare(batch(0, broken=True)))
+        assert run.step == 7
+    assert list(tmp_path.rglob("*.wandb"))

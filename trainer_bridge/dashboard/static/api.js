@@ -46,8 +46,9 @@ export const api = {
   samples: (name, step) => json(`${run(name)}/steps/${step}/samples`),
   sample: (name, step, request, index) => json(`${run(name)}/steps/${step}/sample${which(request, index)}`),
   explain: (name, step, request, index) => json(`${run(name)}/steps/${step}/explain${which(request, index)}`, { method: "POST" }),
-  async sampleFile(name, step, request, index) {
-    return (await call(`${run(name)}/steps/${step}/sample.jsonl${which(request, index)}`)).blob();
+  explainer: () => json("api/explainer"),
+  async sampleFile(name, step, request, index, side) {
+    return (await call(`${run(name)}/steps/${step}/sample.jsonl${which(request, index)}&side=${side}`)).blob();
   },
 };
 

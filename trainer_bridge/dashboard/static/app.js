@@ -1,7 +1,7 @@
 // The page: reads the address, loads a view's data, draws it, and does so again when the data changes.
 
 import { ApiError, api, listen } from "./api.js";
-import { disposeAll } from "./charts.js";
+import { begin, show } from "./charts.js";
 import { h } from "./dom.js";
 import { current, other, preferred, t, use, whole } from "./i18n.js";
 import { VIEWS, change, href, state as readState } from "./route.js";
@@ -21,18 +21,19 @@ let drawing = 0;
 let page = null;
 // Whether `page` may be behind: only a change heard of, or a broken stream, makes it so.
 let stale = true;
+let heard = false;
 
 function verdict(state) {
   const first = page.first_unequal;
   const digests = page.digests_total ? t("verdict_digests", { equal: whole(page.digests_equal), total: whole(page.digests_total) }) : "";
-  if (!page.tokens) return h("section", { class: "verdict", id: "verdict", "data-verdict": "none" }, h("span", { class: "sign", "aria-hidden": "true" }, "·"), h("div", {}, h("h2", {}, t("no_data")), h("p", {}, t("no_steps_hint"))));
+  if (!page.tokens) return h("section", { class: "verdict", id: "verdict", "data-verdict": "none" }, h("span", { class: "sign", "aria-hidden": "true" }, "·"), h("div", {}, h("h2", { elementtiming: "verdict" }, t("no_data")), h("p", {}, t("no_steps_hint"))));
   if (page.bitwise_equal) {
     return h("section", { class: "verdict equal", id: "verdict", "data-verdict": "equal" }, h("span", { class: "sign", "aria-hidden": "true" }, "="),
-      h("div", {}, h("h2", {}, t("verdict_equal")), h("p", {}, t("verdict_equal_text", { equal: whole(page.equal_tokens), tokens: whole(page.tokens), steps: whole(page.steps) }), digests)));
+      h("div", {}, h("h2", { elementtiming: "verdict" }, t("verdict_equal")), h("p", {}, t("verdict_equal_text", { equal: whole(page.equal_tokens), tokens: whole(page.tokens), steps: whole(page.steps) }), digests)));
   }
   const token = first.token;
   const causes = first.findings.length ? first.findings : page.findings?.findings ?? [];
-  const text = h("div", {}, h("h2", {}, t("verdict_unequal", { step: first.step })),
+  const text = h("div", {}, h("h2", { elementtiming: "verdict" }, t("verdict_unequal", { step: first.step })),
     h("p", {}, t("verdict_unequal_text", { unequal: whole(page.tokens - page.equal_tokens), tokens: whole(page.tokens), steps: whole(page.steps) }), digests),
     token ? h("p", { class: "muted" }, t("verdict_first", { position: whole(token.position), request: token.request_id, sample: token.sample_index })) : null,
     h("div", { class: "cause", id: "cause" }, h("b", {}, `${t("cause")}: `), causes.length ? causes.slice(0, 3).map((cause, i) => [i ? h("br") : null, cause]) : t("cause_unknown")));
@@ -76,31 +77,36 @@ export async function draw({ keep = false } = {}) {
   const mine = (drawing += 1);
   const state = readState();
   if (!keep) document.body.dataset.ready = "false";
+  document.body.dataset.complete = "false";
   let nodes;
   try {
     const known = page?.run === state.run && !stale;
-    stale = document.getElementById("live").dataset.state !== "on";
+    stale = heard && document.getElementById("live").dataset.state !== "on";
     const fresh = state.run === null ? null : known ? page : await api.run(state.run);
     if (mine !== drawing) return;
     page = fresh;
     if (page) document.title = `${page.bitwise_equal ? "=" : page.tokens ? "≠" : "·"} ${page.run} – zerodrift`;
     const data = await views[state.view].load(state, page);
     if (mine !== drawing) return;
-    disposeAll();
-    const content = views[state.view].render(data, { state, page, go, explainable: page?.explain });
+    begin();
+    const content = views[state.view].render(data, { state, page, go });
     nodes = page ? frame(state, content) : content;
   } catch (error) {
     if (mine !== drawing) return;
     stale = true;
-    disposeAll();
+    begin();
     nodes = [failure(error)];
     if (!(error instanceof ApiError)) console.error(error);
   }
   crumbs(state);
   main.replaceChildren(...nodes.filter(Boolean));
   document.body.dataset.view = state.view;
-  // Two frames: the charts are drawn in the first.
-  requestAnimationFrame(() => requestAnimationFrame(() => { if (mine === drawing) document.body.dataset.ready = "true"; }));
+  // Ready: what the screen holds is drawn. Complete: so is what lies below it.
+  const latest = () => mine === drawing;
+  if (await show(() => { if (latest()) document.body.dataset.complete = "true"; }) && latest()) {
+    document.body.dataset.ready = "true";
+    performance.mark("drawn");
+  }
 }
 
 export function go(address) {
@@ -121,14 +127,26 @@ function labels() {
   language.textContent = other() === "zh" ? "中文" : "EN";
   language.title = language.ariaLabel = other() === "zh" ? "切换到中文" : "Switch to English";
   document.getElementById("keys").title = document.getElementById("keys").ariaLabel = t("keys");
-  const rows = [["← →", t("key_steps")], ["1 – 6", t("key_views")], ["r", t("runs")], ["l", t("key_language")], ["t", t("key_theme")], ["Esc", t("key_close")]];
+  const rows = [["← →", t("key_steps")], ["1 – 6", t("key_views")], ["r", t("runs")], ["l", t("key_language")], ["t", t("key_theme")], ["← → n p", t("key_tokens")], ["Esc", t("key_close")]];
   document.getElementById("help").replaceChildren(h("h2", {}, t("keys")), h("dl", { class: "facts", style: { "margin-top": "12px" } }, rows.map(([key, what]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, what)])));
+}
+
+// Something may have come between the first answer and the stream of changes.
+async function catchUp() {
+  const { run } = readState();
+  if (run === null) return onChange([]);
+  const now = await api.run(run).catch(() => null);
+  if (now?.revision !== page?.revision) onChange([]);
 }
 
 function live(state) {
   const node = document.getElementById("live");
   node.dataset.state = state;
-  stale = stale || state !== "on";
+  if (state === "on" && !heard) {
+    heard = true;
+    catchUp();
+  }
+  stale = stale || (heard && state !== "on");
   node.replaceChildren(h("span", {}, t(state === "on" ? "live" : "reconnecting")));
 }
 
@@ -185,6 +203,8 @@ function onChange(changed) {
   waiting = setTimeout(() => draw({ keep: true }), 150);
 }
 
+// Asked for while the words are on their way.
+const early = readState().run === null ? null : api.run(readState().run).catch(() => null);
 await use(preferred());
 theme(localStorage.getItem("zerodrift.theme"));
 labels();
@@ -196,5 +216,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if
 document.getElementById("language").addEventListener("click", switchLanguage);
 document.getElementById("theme").addEventListener("click", switchTheme);
 document.getElementById("keys").addEventListener("click", () => document.getElementById("help").showModal());
+page = await early;
+stale = page === null;
 draw();
 listen(onChange, live);

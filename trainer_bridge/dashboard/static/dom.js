@@ -16,9 +16,10 @@ export function card(title, subtitle, ...children) {
   return h("section", { class: "card" }, h("header", {}, h("h3", {}, title), subtitle ? h("p", {}, subtitle) : null), ...children);
 }
 
+// Rows beyond `limit` are built when they are asked for.
 export function table(columns, rows, options = {}) {
   const head = h("thead", {}, h("tr", {}, columns.map((c) => h("th", { class: c.num ? "num" : null, scope: "col" }, c.label))));
-  const body = h("tbody", {}, rows.map((row) => {
+  const line = (row) => {
     const href = options.href?.(row);
     const cells = columns.map((c) => {
       const value = c.cell(row);
@@ -26,15 +27,18 @@ export function table(columns, rows, options = {}) {
       return h("td", { class: [c.num ? "num" : "", c.class ?? ""].join(" ").trim() || null, "data-label": c.label }, content);
     });
     return h("tr", href ? { class: "go", "data-href": href } : {}, cells);
-  }));
+  };
   const limit = options.limit ?? Infinity;
-  const hidden = [...body.rows].slice(limit);
-  for (const row of hidden) row.hidden = true;
+  const body = h("tbody", {}, rows.slice(0, limit).map(line));
+  const inner = h("div", { class: options.limited ? "scroll limited" : "scroll", tabindex: options.limited ? "0" : null }, h("table", { class: options.cards ? "cards" : null }, head, body));
+  if (rows.length <= limit) return inner;
   const more = h("button", { class: "button small", type: "button" }, options.more);
-  more.addEventListener("click", () => { for (const row of hidden) row.hidden = false; more.parentNode.remove(); });
-  const inner = h("div", { class: options.limited ? "scroll limited" : "scroll" }, h("table", { class: options.cards ? "cards" : null }, head, body));
-  return hidden.length ? h("div", {}, inner, h("div", { class: "more" }, more)) : inner;
+  more.addEventListener("click", () => { body.append(...rows.slice(limit).map(line)); more.parentNode.remove(); });
+  return h("div", {}, inner, h("div", { class: "more" }, more));
 }
+
+// A phone: long lists start short.
+export const narrow = () => matchMedia("(max-width: 720px)").matches;
 
 export function facts(pairs) {
   return h("dl", { class: "facts" }, pairs.filter(([, value]) => value !== null && value !== undefined && value !== "")

@@ -46,7 +46,7 @@ def test_workers_of_the_cpu_set_get_no_npu_variables() -> None:
 
 
 def test_the_page_and_the_image_have_the_table() -> None:
-    page, image = ((ROOT / name).read_text() for name in ("docs/npu.md", "deploy/Dockerfile.npu"))
+    page, image = ((ROOT / name).read_text() for name in ("docs/npu.md", "deploy/docker/Dockerfile.npu"))
     table = dict(re.findall(r"^\| ([A-Z_]+) \| (\S+) \|$", page, re.M))
     assert table == environment.required()
     assert all(f"{name}={value}" in image for name, value in environment.required().items())

@@ -23,7 +23,8 @@ export function render({ others, wanted, other }, { page, go }) {
   const choice = h("select", { id: "with", "aria-label": t("compare_with"), onchange: (event) => go(change({ with: event.target.value })) },
     h("option", { value: "", selected: !wanted }, t("choose_run")), others.map((name) => h("option", { value: name, selected: name === wanted }, name)));
   const bar = h("div", { class: "filter" }, h("span", { class: "muted" }, t("compare_with")), choice);
-  if (!other) return [bar, h("section", { class: "card empty" }, h("h2", {}, others.length ? t("choose_run") : t("no_other_run")), h("p", { class: "muted" }, t("compare_hint")))];
+  if (!other) return [bar, h("section", { class: "card empty" }, h("h2", {}, others.length ? t("choose_run") : t("no_other_run")), h("p", { class: "muted" }, t("compare_hint")),
+    h("div", { class: "actions" }, others.slice(0, 8).map((name) => h("a", { class: "button", href: change({ with: name }), "data-link": true }, name))))];
   const steps = [...new Set([...page.trends.step, ...other.trends.step])].sort((a, b) => a - b);
   const pair = (key) => [{ name: page.run, values: aligned(steps, page, key), colour: "accent" }, { name: other.run, values: aligned(steps, other, key), colour: "series-3" }];
   const chart = (name, title, subtitle, key, options = {}) => {

@@ -38,10 +38,10 @@ export function render(data) {
     tip: (i) => (ulps[i][0] === 0 ? t("equal_bits") : `${whole(2 ** (ulps[i][0] - 1))} – ${whole(2 ** ulps[i][0] - 1)} ULP`),
   });
   const scatter = h("div", { class: "chart square" });
-  density(scatter, "probability", { cells: data.cells, points: data.probability });
+  const bar = density(scatter, "probability", { cells: data.cells, points: data.probability });
   const off = data.probability.reduce((sum, [x, y, n]) => sum + (x === y ? 0 : n), 0);
   const share = (n) => `${whole(n)} (${figure((100 * n) / total, 4)}%)`;
-  const right = card(t("scatter_title"), t("scatter_hint", { tokens: whole(total), off: whole(off) }), scatter);
+  const right = card(t("scatter_title"), t("scatter_hint", { tokens: whole(total), off: whole(off) }), scatter, bar);
   right.classList.add("half");
   return [h("div", { class: "grid" },
     h("div", { class: "half columns" }, card(t("delta_title"), t("equal_share", { share: share(data.equal) }), histogram), card(t("ulp_title"), t("ulp_hint"), ulpNode)),

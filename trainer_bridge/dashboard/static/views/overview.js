@@ -8,7 +8,7 @@ import { change } from "../route.js";
 
 export async function load({ run, step }, page) {
   const shown = step ?? page.last_step;
-  return shown === null ? null : api.step(run, shown);
+  return shown === null ? null : shown === page.last_step ? page.last : api.step(run, shown);
 }
 
 function tile(name, value, exact, unit) {

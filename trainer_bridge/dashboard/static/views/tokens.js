@@ -1,7 +1,7 @@
 // The worst tokens, and the samples that are kept.
 
 import { api } from "../api.js";
-import { h, table } from "../dom.js";
+import { h, narrow, table } from "../dom.js";
 import { figure, t, whole } from "../i18n.js";
 import { change, href } from "../route.js";
 
@@ -25,7 +25,7 @@ export function render({ worst, samples, shown }, { state }) {
     { label: t("sample"), link: true, class: "name", cell: (r) => `${r.request_id} · ${r.sample_index}` },
   ];
   const bad = worst.rows.length
-    ? h("section", { class: "card flush", id: "worst" }, h("header", {}, h("h3", {}, t("worst_title")), h("p", {}, t("worst_hint", { shown: whole(worst.rows.length) }))), table(columns, worst.rows, { cards: true, limit: 15, more: t("show_all", { total: whole(worst.rows.length) }), href: (r) => sample(r, r.step) }))
+    ? h("section", { class: "card flush", id: "worst" }, h("header", {}, h("h3", {}, t("worst_title")), h("p", {}, t("worst_hint", { shown: whole(worst.rows.length) }))), table(columns, worst.rows, { cards: true, limit: narrow() ? 6 : 15, more: t("show_all", { total: whole(worst.rows.length) }), href: (r) => sample(r, r.step) }))
     : h("section", { class: "card empty small", id: "worst" }, h("h2", { class: "ok" }, t("no_unequal")), h("p", { class: "muted" }, t("no_unequal_hint")));
   const sampleColumns = [
     { label: t("sample"), link: true, class: "name", cell: (r) => `${r.request_id} · ${r.sample_index}` },
@@ -37,7 +37,7 @@ export function render({ worst, samples, shown }, { state }) {
     { label: t("replica"), cell: (r) => r.replica ?? "–" },
   ];
   const kept = samples.rows.length
-    ? h("section", { class: "card flush" }, h("header", {}, h("h3", {}, t("samples_of", { step: shown })), h("p", {}, t("samples_kept", { total: whole(samples.total) }))), table(sampleColumns, samples.rows, { cards: true, limit: 12, more: t("show_all", { total: whole(samples.rows.length) }), href: (r) => sample(r, shown) }))
+    ? h("section", { class: "card flush" }, h("header", {}, h("h3", {}, t("samples_of", { step: shown })), h("p", {}, t("samples_kept", { total: whole(samples.total) }))), table(sampleColumns, samples.rows, { cards: true, limit: narrow() ? 6 : 12, more: t("show_all", { total: whole(samples.rows.length) }), href: (r) => sample(r, shown) }))
     : h("section", { class: "card empty small" }, h("h2", {}, t("no_samples")), h("p", { class: "muted" }, t("no_samples_hint")),
       state.step === null ? null : h("div", { class: "actions" }, h("a", { class: "button", href: change({ step: null }), "data-link": true }, t("all_steps"))));
   return [h("div", { class: "stack" }, bad, kept)];
