@@ -91,7 +91,7 @@ class RolloutRecord:
         if stated is None or temperature is None:
             raise ParityError(
                 f"{where}: mode is {stated}, temperature is {temperature}; log-probs mean nothing without both: "
-                "state them"
+                "state them (scored(mode=...), or zerodrift compare --policy-logprobs)"
             )
         if mode is not None and mode is not stated:
             raise ParityError(f"{where}: the record's mode is {stated.name}, not {mode.name}")

@@ -11,8 +11,8 @@ import torch
 from rollout.errors import ConfigError, InvalidRequest
 from trainer_bridge.correction import correct
 from trainer_bridge.correction_config import RS_OPTIONS, CorrectionConfig
-from trainer_bridge.offpolicy import offpolicy_metrics, probability_metrics
 from trainer_bridge.masked import masked_log_ratio, token_ratio
+from trainer_bridge.offpolicy import offpolicy_metrics, probability_metrics
 
 CONFIGS = [
     CorrectionConfig(),
