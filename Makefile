@@ -51,11 +51,11 @@ test-slow: model ## the tests marked slow (none so far)
 soak: setup ## random schedules with new seeds for SOAK_MINUTES (10)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak
 
-$(VERL_VENV)/.installed: pyproject.toml
+$(VERL_VENV)/.installed: pyproject.toml tests/verl/constraints.txt
 	@test -x $(VERL_BIN)/python || $(PYTHON) -m venv $(VERL_VENV)
 	@echo "installing verl into $(VERL_VENV) (minutes the first time)"
 	@$(VERL_PIP) install $(TORCH_ARGS) '$(TORCH)'
-	@$(VERL_PIP) install --editable '.[verl,verl-test]'
+	@$(VERL_PIP) install --constraint tests/verl/constraints.txt --editable '.[verl,verl-test]'
 	@touch $@
 
 test-verl: $(VERL_VENV)/.installed ## the tests against veRL itself, on the CPU, in .venv-verl

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.errors import InvalidRequest
-from rollout.types import Float32Array, LogprobMode, VersionSpan
+from rollout.types import Float32Array, LogprobMode, UInt64Array, VersionSpan
 from trainer_bridge.records import ScoredSample
 
 DETAILS = "zerodrift"
@@ -31,6 +31,7 @@ def samples_from_arrays(
     prompt_ids: Sequence[npt.ArrayLike] | None = None,
     details: Sequence[Mapping[str, Any] | None] | None = None,
     names: Sequence[str] | None = None,
+    trainer_digests: Sequence[npt.NDArray[np.uint64] | None] | None = None,
 ) -> list[ScoredSample]:
     """One sample a row: float32 [L] log-probs of both sides, mask [L]; rows may differ in length.
 
@@ -39,6 +40,7 @@ def samples_from_arrays(
         token_ids, prompt_ids: [L] and [P] a row; 0 where not given, and then only positions can be named.
         details: what the rollout said of each sample (seed, spans, replica, ...), if anything.
         names: request ids; "row-i" where not given.
+        trainer_digests: uint64 [L] row digests of the trainer's side; they count where the details hold the rollout's.
 
     Errors: InvalidRequest for lengths or dtypes that disagree (a cast would change the bits that are compared).
     """
@@ -51,6 +53,7 @@ def samples_from_arrays(
         prompt = np.zeros(0, np.int32) if prompt_ids is None else np.asarray(prompt_ids[i]).astype(np.int32)
         entering = np.asarray(mask).astype(np.bool_)
         filtered = bool(told.get("filtered", False))
+        digests = _digests(told, entering) if trainer_digests is not None and trainer_digests[i] is not None else None
         samples.append(
             ScoredSample(
                 request_id=f"row-{i}" if names is None else names[i],
@@ -68,6 +71,8 @@ def samples_from_arrays(
                 spans=_spans(told, entering),
                 replica=told.get("replica"),
                 behavior_logprobs=_behavior(told, entering) if filtered else None,
+                rollout_digests=digests,
+                trainer_digests=None if digests is None or trainer_digests is None else trainer_digests[i],
             )
         )
     return samples
@@ -155,6 +160,12 @@ def _spans(told: Mapping[str, Any], mask: npt.NDArray[np.bool_]) -> tuple[Versio
 def _behavior(told: Mapping[str, Any], mask: npt.NDArray[np.bool_]) -> Float32Array | None:
     values = told.get("behavior_logprobs")
     return np.asarray(values, np.float32) if values is not None and len(values) == mask.size else None
+
+
+def _digests(told: Mapping[str, Any], mask: npt.NDArray[np.bool_]) -> UInt64Array | None:
+    # A row of several turns carries the first turn's digests only.
+    values = told.get("row_digests")
+    return np.asarray(values, np.uint64) if values is not None and len(values) == mask.size else None
 
 
 def _details(columns: Mapping[str, Any]) -> list[Mapping[str, Any] | None] | None:

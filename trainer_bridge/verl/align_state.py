@@ -1,4 +1,4 @@
-"""The parity manifest of the model that this process aligned, for the handshake."""
+"""What this process knows of its aligned model: the parity manifest, and the step whose weights the rollout shares."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ class AlignedProcess:
 
     def __init__(self) -> None:
         self.manifest: dict[str, str] | None = None
+        self.served_step: int | None = None
+        """global step under which the rollout serves the actor's present weights; None: it serves others, or unknown"""
 
 
 @functools.lru_cache(maxsize=1)

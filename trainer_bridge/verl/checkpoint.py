@@ -22,7 +22,7 @@ from rollout.types import UpdatePolicy
 from trainer_bridge.aio_client import AsyncRolloutClient
 from trainer_bridge.handshake import Mode
 from trainer_bridge.verl.adapter import DIRECT
-from trainer_bridge.verl.align_state import trainer_manifest
+from trainer_bridge.verl.align_state import aligned_process, trainer_manifest
 from trainer_bridge.verl.options import NAME
 from trainer_bridge.verl.sync import check_manifests, push_weights
 
@@ -79,6 +79,7 @@ class GrpcCheckpointEngine(CheckpointEngine):
         """
         # Every rank walks the generator: gathering a sharded tensor is a collective.
         listed: list[tuple[str, torch.Tensor]] = [item async for item in ensure_async_iterator(weights)]
+        aligned_process().served_step = global_steps
         if not self._sends:
             return {}
         served = [await self._serve(name, listed, global_steps) for name in server_names()]

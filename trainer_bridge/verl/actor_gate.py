@@ -1,0 +1,155 @@
+"""Gates inside verl's actor, on batches that it scores anyway: no pass of their own.
+
+verl computes ``old_log_probs`` before it trains and sends the rollout's log-probs along. The first such batch is the
+step-0 gate: all of it must equal the rollout, bit for bit, before the first optimizer step. Every later one feeds the
+canary: of the rows sampled under the very weights that the actor holds, a fraction chosen by their ids must be equal
+too. Rows of older weights (asynchronous trainers) are not judged. Row digests count as well, if the rollout sent them.
+
+Environment: ``ZERODRIFT_STEP_ZERO`` and ``ZERODRIFT_CANARY`` = strict (raise, the default), audit (warn and go on) or
+off; ``ZERODRIFT_CANARY_FRACTION`` in (0, 1], by default 1. To fall back to correction, set the canary to audit and
+leave ``algorithm.rollout_correction.rollout_is`` on: as long as bits are equal its weights are exactly 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, cast, get_args
+
+import numpy as np
+import torch
+
+from rollout.errors import ConfigError, ParityError
+from trainer_bridge.batches import DETAILS, samples_from_arrays
+from trainer_bridge.canary import Canary
+from trainer_bridge.gates import StepZeroGate
+from trainer_bridge.handshake import Mode
+from trainer_bridge.records import ScoredSample
+from trainer_bridge.verl.align_state import aligned_process
+
+STEP_ZERO, CANARY, FRACTION = "ZERODRIFT_STEP_ZERO", "ZERODRIFT_CANARY", "ZERODRIFT_CANARY_FRACTION"
+DIGESTS = "row_digests"
+"""Key of the actor's row digests among verl's model outputs: int64 views, nested [B, tokens]."""
+_ATTRIBUTE = "_zerodrift_gate"
+
+log = logging.getLogger(__name__)
+
+
+class ActorGate:
+    """Step-0 gate and canary of one actor.
+
+    Errors: ConfigError for a mode or a fraction that means nothing.
+    """
+
+    def __init__(self, step_zero: Mode = "strict", canary: Mode = "strict", fraction: float = 1.0) -> None:
+        if canary not in get_args(Mode):
+            raise ConfigError(f"{CANARY}={canary!r} is none of {', '.join(get_args(Mode))}", field=CANARY)
+        self._gate = StepZeroGate(step_zero)
+        self._mode = canary
+        self._canary = Canary(fraction=fraction)
+        self.stale_rows = 0
+        """rows not judged: sampled under other weights than the actor's, or verl did not say under which"""
+
+    @property
+    def checked_tokens(self) -> int:
+        """Tokens that the canary compared."""
+        return self._canary.checked_tokens
+
+    def check(self, samples: Sequence[ScoredSample], steps: Sequence[tuple[int, int] | None]) -> None:
+        """Judge a scored batch.
+
+        Args:
+            samples: both sides of every row.
+            steps: global steps of the weights that sampled each row, least and greatest; None: unknown.
+
+        Errors: ParityError in strict mode at an unequal bit.
+        """
+        if not self._gate.is_open:
+            self._gate.check(samples)
+            return
+        if self._mode == "off":
+            return
+        now = aligned_process().served_step
+        current = [s for s, span in zip(samples, steps, strict=True) if now is not None and span == (now, now)]
+        self.stale_rows += len(samples) - len(current)
+        try:
+            self._canary.check(current)
+        except ParityError as error:
+            if self._mode == "strict":
+                raise
+            log.warning("%s (%s=audit: training goes on)", error, CANARY)
+
+
+def check_scored_batch(engine: Any, data: Any, output: Any) -> None:
+    """Judge an actor's forward-only batch if it carries ``rollout_log_probs``; references and critics are left alone.
+
+    Errors: ParityError in strict mode when a token differs.
+    """
+    scored = output.get("model_output", {})
+    if "rollout_log_probs" not in data or "log_probs" not in scored or engine.engine_config.forward_only:
+        return
+    gate = getattr(engine, _ATTRIBUTE, None)
+    if gate is None:
+        modes = (cast(Mode, os.environ.get(name, "strict")) for name in (STEP_ZERO, CANARY))
+        gate = ActorGate(*modes, fraction=_fraction())
+        setattr(engine, _ATTRIBUTE, gate)
+    gate.check(*_rows(data, scored))
+
+
+def wants_digests(data: Any) -> bool:
+    """Whether the rollout sent row digests with this batch."""
+    return any(told and told.get("row_digests") is not None for told in _column(data, DETAILS) or ())
+
+
+def _fraction() -> float:
+    text = os.environ.get(FRACTION, "1")
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{FRACTION}={text!r} is not a number in (0, 1]", field=FRACTION) from None
+
+
+def _rows(data: Any, scored: Mapping[str, Any]) -> tuple[list[ScoredSample], list[tuple[int, int] | None]]:
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    trainer = no_padding_2_padding(scored["log_probs"], data).float().cpu()
+    rollout, mask, tokens = (
+        _padded(data[name], trainer) for name in ("rollout_log_probs", "response_mask", "responses")
+    )
+    lengths = [int(np.flatnonzero(row)[-1]) + 1 if row.any() else 0 for row in mask.bool().numpy()]
+    cut = functools.partial(_cut, lengths=lengths)
+    digests = no_padding_2_padding(scored[DIGESTS], data).cpu() if DIGESTS in scored else None
+    samples = samples_from_arrays(
+        cut(trainer),
+        cut(rollout),
+        cut(mask),
+        # The rollout's own temperature is in its details; equality of bits does not depend on the label.
+        temperature=1.0,
+        token_ids=cut(tokens),
+        details=_column(data, DETAILS),
+        trainer_digests=None if digests is None else [row.view(np.uint64) for row in cut(digests)],
+    )
+    least, most = _column(data, "min_global_steps"), _column(data, "max_global_steps")
+    if least is None or most is None:
+        return samples, [None] * len(samples)
+    return samples, [None if a is None or b is None else (int(a), int(b)) for a, b in zip(least, most, strict=True)]
+
+
+def _cut(rows: torch.Tensor, lengths: Sequence[int]) -> list[Any]:
+    return [row[:n] for row, n in zip(rows.numpy(), lengths, strict=True)]
+
+
+def _column(data: Any, name: str) -> list[Any] | None:
+    """One value a row, out of tensors, stacks of other objects, or plain lists."""
+    if name not in data:
+        return None
+    value = data[name]
+    return list(value.tolist() if hasattr(value, "tolist") else value)
+
+
+def _padded(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if values.is_nested:
+        values = torch.nested.to_padded_tensor(values, 0, output_size=tuple(like.shape))
+    return values.cpu()
