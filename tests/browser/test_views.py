@@ -93,7 +93,7 @@ def test_a_sample_can_be_read_token_by_token_and_downloaded(open_page: Open, add
     with page.expect_download() as download:
         page.get_by_role("button", name="Download").click()
     line = json.loads(Path(download.value.path()).read_text())
-    assert line["format"] == "zerodrift.rollout/1"
+    assert line["format"] == "zerodrift.rollout/2"
 
 
 def test_addresses_hold_the_whole_state(open_page: Open, address: str) -> None:

@@ -7,6 +7,7 @@ workers look on.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -88,20 +89,25 @@ class GrpcCheckpointEngine(CheckpointEngine):
         return {"zerodrift/services_updated": float(sum(served))}
 
     async def _serve(self, name: str, listed: list[tuple[str, torch.Tensor]], global_steps: int | None) -> bool:
-        server: Any
         try:
-            server = ray.get_actor(name)
+            server: Any = ray.get_actor(name)
             address: str = await server.get_server_address.remote()
-            # verl also syncs within a step, without naming it.
-            step: int = await server.get_global_steps.remote() if global_steps is None else int(global_steps)
         except (ValueError, RayActorError) as error:
             log.error("%s is dead and gets no weights: %s", name, error)
             return False
-        async with AsyncRolloutClient(address, timeout_s=self._timeout_s) as client:
-            info = await client.info()
-            if not self._checked:
-                check_manifests(info, trainer_manifest(), self._handshake)
-            state = await push_weights(client, listed, step=step, policy=self._policy, info=info)
+        try:
+            # verl also syncs within a step, without naming it.
+            step: int = await server.get_global_steps.remote() if global_steps is None else int(global_steps)
+            async with AsyncRolloutClient(address, timeout_s=self._timeout_s) as client:
+                info = await client.info()
+                if not self._checked:
+                    check_manifests(info, trainer_manifest(), self._handshake)
+                state = await push_weights(client, listed, step=step, policy=self._policy, info=info)
+        except (ReplicaUnavailable, RayActorError) as error:
+            log.error("%s cannot take weights: %s", name, error)
+            with contextlib.suppress(RayActorError):
+                await server.fence.remote(f"its service missed the weights of step {global_steps}: {error}")
+            return False
         self._checked = True
         await server.set_global_steps.remote(step, state.version)
         return True
