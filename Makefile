@@ -61,8 +61,9 @@ $(VERL_VENV)/.installed: pyproject.toml tests/verl/constraints.txt
 test-verl: $(VERL_VENV)/.installed ## the tests against veRL itself, on the CPU, in .venv-verl
 	@$(VERL_BIN)/python -m pytest -x -q -W default tests/verl # verl and what it imports warn
 
-example-verl: $(VERL_VENV)/.installed ## three GRPO steps by veRL's own trainer on the CPU, every log-prob compared
+example-verl: $(VERL_VENV)/.installed ## three GRPO steps by each of veRL's own trainers on the CPU, every log-prob compared
 	@$(VERL_BIN)/python -m examples.verl_grpo_cpu
+	@$(VERL_BIN)/python -m examples.verl_grpo_cpu trainer.use_v1=True
 
 # Debian's own package; playwright downloads no browser of its own.
 CHROMIUM := /usr/bin/chromium

@@ -23,7 +23,7 @@ from trainer_bridge.gates import StepZeroGate
 
 pytestmark = pytest.mark.timeout(600)
 PROMPTS = ("w10 w30", "w11", "w12 w13 w14 w15 w16")
-N = 3
+N = 4
 ANSWER_IDS, EOS = (50, 51, 52), 1
 """the tool's words in the example's vocabulary"""
 
@@ -89,7 +89,7 @@ def test_1_verls_agent_loops_and_its_fsdp_forward_agree_to_the_bit(cluster: Clus
 
 
 def test_2_one_bit_off_is_seen_by_the_gate(cluster: Cluster) -> None:
-    data = cluster.score(cluster.generate(PROMPTS[:1], N))
+    data = cluster.score(cluster.generate(PROMPTS, N))
     first = data.batch["rollout_log_probs"][0, 0]
     data.batch["rollout_log_probs"][0, 0] = torch.nextafter(first, torch.tensor(0.0))
     assert compare(samples_from_dataproto(data)).unequal_tokens == 1
