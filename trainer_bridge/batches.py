@@ -19,6 +19,8 @@ from trainer_bridge.records import ScoredSample
 
 DETAILS = "zerodrift"
 """Key of what our rollout adds to every verl sample; see ``trainer_bridge.verl.session``."""
+DIGESTS = "row_digests"
+"""Key of the trainer's row digests: verl knows no unsigned integers, so int64 views of them."""
 
 
 def samples_from_arrays(
@@ -110,8 +112,11 @@ def samples_from_dataproto(data: Any, *, temperature: float | None = None) -> li
         temperature=float(temperature),
         token_ids=cut["responses"],
         prompt_ids=[row[keep] for row, keep in zip(columns["prompts"], attention[:, :prompts], strict=True)],
-        details=_details(data.non_tensor_batch),
+        details=column(data.non_tensor_batch, DETAILS),
         names=_names(data.non_tensor_batch, len(lengths)),
+        trainer_digests=None
+        if DIGESTS not in batch.keys()  # noqa: SIM118
+        else [row[:n].view(np.uint64) for row, n in zip(batch[DIGESTS].cpu().numpy(), lengths, strict=True)],
     )
 
 
@@ -119,10 +124,11 @@ def samples_from_nested(fields: Mapping[str, Any], *, temperature: float) -> lis
     """Rows of verl V1 fields: nested (jagged) tensors or lists of tensors, one a trajectory, unpadded.
 
     Args:
-        fields: ``old_log_probs``, ``rollout_log_probs``, ``response_mask``; where known ``responses``, ``prompts``.
+        fields: ``old_log_probs``, ``rollout_log_probs``, ``response_mask``; where known ``responses``, ``prompts``,
+            ``uid``, our details (``zerodrift``) and the trainer's ``row_digests`` (int64 views).
     """
     rows = {name: _unbound(fields[name]) for name in ("old_log_probs", "rollout_log_probs", "response_mask")}
-    extra = {name: _unbound(fields[name]) for name in ("responses", "prompts") if name in fields}
+    extra = {name: _unbound(fields[name]) for name in ("responses", "prompts", DIGESTS) if name in fields}
     return samples_from_arrays(
         rows["old_log_probs"],
         rows["rollout_log_probs"],
@@ -130,6 +136,9 @@ def samples_from_nested(fields: Mapping[str, Any], *, temperature: float) -> lis
         temperature=temperature,
         token_ids=extra.get("responses"),
         prompt_ids=extra.get("prompts"),
+        details=column(fields, DETAILS),
+        names=_names(fields, len(rows["old_log_probs"])),
+        trainer_digests=[row.view(np.uint64) for row in extra[DIGESTS]] if DIGESTS in extra else None,
     )
 
 
@@ -168,10 +177,14 @@ def _digests(told: Mapping[str, Any], mask: npt.NDArray[np.bool_]) -> UInt64Arra
     return np.asarray(values, np.uint64) if values is not None and len(values) == mask.size else None
 
 
-def _details(columns: Mapping[str, Any]) -> list[Mapping[str, Any] | None] | None:
-    return list(columns[DETAILS]) if DETAILS in columns else None
+def column(data: Mapping[str, Any], name: str) -> list[Any] | None:
+    """One value a row, out of an array, a tensor, a stack of other objects or a list; None if there is no such column."""
+    if name not in data:
+        return None
+    value = data[name]
+    return list(value.tolist() if hasattr(value, "tolist") else value)
 
 
 def _names(columns: Mapping[str, Any], rows: int) -> list[str]:
-    uids = columns.get("uid")
+    uids = column(columns, "uid")
     return [f"row-{i}" if uids is None else f"{uids[i]}/{i}" for i in range(rows)]

@@ -76,6 +76,25 @@ def test_nested_rows_give_the_same_comparison() -> None:
     assert compare(nested).tokens == compare(padded).tokens == 5 and compare(nested).bitwise_equal
 
 
+def test_row_digests_of_both_sides_count_in_both_layouts() -> None:
+    data = dataproto()
+    big = 2**64 - 7
+    data.non_tensor_batch["zerodrift"][0]["row_digests"] = [big, 5]
+    data.batch["row_digests"] = torch.tensor([[big - 2**64, 5, 0, 0], [1, 2, 3, 4]])
+    nested: dict[str, Any] = {
+        name: [row[:n] for row, n in zip(data.batch[name], (2, 4), strict=True)]
+        for name in ("old_log_probs", "rollout_log_probs", "response_mask", "responses", "row_digests")
+    }
+    nested |= {name: data.non_tensor_batch[name] for name in ("zerodrift", "uid")}
+    for samples in (samples_from_dataproto(data), samples_from_nested(nested, temperature=0.7)):
+        found = compare(samples)
+        # The second row has two turns, and verl keeps the first turn's digests only.
+        assert found.bitwise_equal and found.digests_equal == found.digests_total == 2
+        assert (samples[0].request_id, samples[0].seed, samples[0].replica) == ("u/0", 1, "r0")
+    data.batch["row_digests"][0, 1] += 1
+    assert compare(samples_from_dataproto(data)).digests_equal == 1
+
+
 def test_arrays_of_any_engine() -> None:
     rows = [f32([-1.0, -2.0]), f32([-3.0])]
     samples = samples_from_arrays(rows, rows, [[1, 0], [1]], temperature=0.0)

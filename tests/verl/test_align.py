@@ -128,6 +128,12 @@ def test_the_canary_judges_later_batches_of_the_weights_the_actor_holds(
     data, output = scored(off=1.0)
     check_scored_batch(actor, data | {"min_global_steps": [3, 3]}, output)
     check_scored_batch(actor, {k: v for k, v in data.items() if k != "min_global_steps"}, output)
+    crossed = {"zerodrift": [{"global_steps": [3, 4]}, {"global_steps": [3, 4]}]}
+    check_scored_batch(actor, data | crossed, output)  # begun under older weights, which only our details tell
+    monkeypatch.setattr(aligned_process(), "calls_cross", True)
+    check_scored_batch(actor, data, output)  # without them nobody can tell
+    with pytest.raises(ParityError, match="canary"):
+        check_scored_batch(actor, data | {"zerodrift": [{"global_steps": [4]}, {"global_steps": [4]}]}, output)
     monkeypatch.setattr(aligned_process(), "served_step", None)  # an optimizer step was made
     check_scored_batch(actor, *scored(off=1.0))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from verl import DataProto
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.utils.debug.metrics import calculate_debug_metrics
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 
 from tests.verl.cluster import FLOAT32, Cluster, batch_of, start, stop, until
 from tests.verl.tool import STOPS
@@ -148,6 +150,27 @@ def test_3c_verls_own_tool_loop(cluster: Cluster) -> None:
     other = cluster.generate(PROMPTS, N, agent="tool_agent", loops=cluster.fresh_loops())
     assert bits(again) == bits(other) and details(again)[0]["seed_source"] == "sample"
     assert [d["seed"] for d in details(again)] == [d["seed"] for d in details(other)]
+
+
+def test_3d_verls_asynchronous_client_resumes_aborted_turns_to_the_same_tokens(cluster: Cluster) -> None:
+    """Aborts whenever they come: what it puts together is what an undisturbed call gives, within the same budget."""
+    prompt, wanted = [10, 11, 12], {"temperature": 0.7, "logprobs": True, "ignore_eos": True, "max_tokens": 12}
+
+    async def call(disturb: bool) -> tuple[list[int], list[float]]:
+        client = cluster.servers.get_client(client_cls=FullyAsyncLLMServerClient)
+        task = asyncio.create_task(client.generate("trajectory", prompt_ids=prompt, sampling_params=wanted))
+        handles = cluster.servers.server_handles
+        for refuse in (False, True, False) if disturb else ():
+            await asyncio.gather(*(handle.abort_all_requests.remote(reject_request=refuse) for handle in handles))
+            await asyncio.gather(*(handle.resume_generation.remote() for handle in handles))
+        output = await task
+        return output.token_ids, output.log_probs
+
+    cluster.fresh_loops()
+    whole = asyncio.run(call(disturb=False))
+    cluster.fresh_loops()
+    assert asyncio.run(call(disturb=True)) == whole
+    assert len(whole[0]) == len(whole[1]) == 12
 
 
 def test_4_weights_through_verls_checkpoint_manager(cluster: Cluster) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from rollout.errors import ConfigError, ParityError
-from trainer_bridge.batches import DETAILS, samples_from_arrays
+from trainer_bridge.batches import DETAILS, DIGESTS, column, samples_from_arrays
 from trainer_bridge.canary import Canary
 from trainer_bridge.gates import StepZeroGate
 from trainer_bridge.handshake import Mode
@@ -30,8 +30,6 @@ from trainer_bridge.records import ScoredSample
 from trainer_bridge.verl.align_state import aligned_process
 
 STEP_ZERO, CANARY, FRACTION = "ZERODRIFT_STEP_ZERO", "ZERODRIFT_CANARY", "ZERODRIFT_CANARY_FRACTION"
-DIGESTS = "row_digests"
-"""Key of the actor's row digests among verl's model outputs: int64 views, nested [B, tokens]."""
 _ATTRIBUTE = "_zerodrift_gate"
 
 log = logging.getLogger(__name__)
@@ -92,15 +90,18 @@ def check_scored_batch(engine: Any, data: Any, output: Any) -> None:
         return
     gate = getattr(engine, _ATTRIBUTE, None)
     if gate is None:
-        modes = (cast(Mode, os.environ.get(name, "strict")) for name in (STEP_ZERO, CANARY))
-        gate = ActorGate(*modes, fraction=_fraction())
+        gate = ActorGate(_mode(STEP_ZERO), _mode(CANARY), _fraction())
         setattr(engine, _ATTRIBUTE, gate)
     gate.check(*_rows(data, scored))
 
 
 def wants_digests(data: Any) -> bool:
     """Whether the rollout sent row digests with this batch."""
-    return any(told and told.get("row_digests") is not None for told in _column(data, DETAILS) or ())
+    return any(told and told.get("row_digests") is not None for told in column(data, DETAILS) or ())
+
+
+def _mode(name: str) -> Mode:
+    return cast(Mode, os.environ.get(name, "strict"))
 
 
 def _fraction() -> float:
@@ -128,25 +129,31 @@ def _rows(data: Any, scored: Mapping[str, Any]) -> tuple[list[ScoredSample], lis
         # The rollout's own temperature is in its details; equality of bits does not depend on the label.
         temperature=1.0,
         token_ids=cut(tokens),
-        details=_column(data, DETAILS),
+        details=column(data, DETAILS),
         trainer_digests=None if digests is None else [row.view(np.uint64) for row in cut(digests)],
     )
-    least, most = _column(data, "min_global_steps"), _column(data, "max_global_steps")
+    return samples, _steps(data, len(samples))
+
+
+def _steps(data: Any, rows: int) -> list[tuple[int, int] | None]:
+    """Least and greatest global step of the weights that sampled each row; None where that is not certain."""
+    least, most = column(data, "min_global_steps"), column(data, "max_global_steps")
     if least is None or most is None:
-        return samples, [None] * len(samples)
-    return samples, [None if a is None or b is None else (int(a), int(b)) for a, b in zip(least, most, strict=True)]
+        return [None] * rows
+    details = column(data, DETAILS) or [None] * rows
+    found: list[tuple[int, int] | None] = []
+    for low, high, told in zip(least, most, details, strict=True):
+        # verl knows the last step of a call; ours tell all of the first call's, and later calls are not older.
+        spans = (told or {}).get("global_steps")
+        if low is None or high is None or (spans is None and aligned_process().calls_cross):
+            found.append(None)
+        else:
+            found.append((min([int(low), *(spans or ())]), int(high)))
+    return found
 
 
 def _cut(rows: torch.Tensor, lengths: Sequence[int]) -> list[Any]:
     return [row[:n] for row, n in zip(rows.numpy(), lengths, strict=True)]
-
-
-def _column(data: Any, name: str) -> list[Any] | None:
-    """One value a row, out of tensors, stacks of other objects, or plain lists."""
-    if name not in data:
-        return None
-    value = data[name]
-    return list(value.tolist() if hasattr(value, "tolist") else value)
 
 
 def _padded(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

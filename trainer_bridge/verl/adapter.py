@@ -82,7 +82,7 @@ class ServerAdapter(BaseRollout):
         # Every rank must walk the generator: gathering a sharded tensor is a collective.
         listed = [(name, tensor) async for name, tensor in ensure_async_iterator(weights)]
         if self._colocated:
-            aligned_process().served_step = global_steps
+            aligned_process().serving(global_steps, UpdatePolicy(self.options.update_policy))
         if not self._sends:
             return
         try:

@@ -27,7 +27,8 @@ from rollout.kernels.registry import resolve_kernels
 from rollout.logprobs import row_digests
 from trainer_bridge.aligned import aligned_logprobs, aligned_manifest, install
 from trainer_bridge.aligned_attention import register_training_interface
-from trainer_bridge.verl.actor_gate import DIGESTS, check_scored_batch, wants_digests
+from trainer_bridge.batches import DIGESTS
+from trainer_bridge.verl.actor_gate import check_scored_batch, wants_digests
 from trainer_bridge.verl.align_state import aligned_process, remember
 
 log = logging.getLogger(__name__)

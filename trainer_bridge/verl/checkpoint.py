@@ -80,7 +80,7 @@ class GrpcCheckpointEngine(CheckpointEngine):
         """
         # Every rank walks the generator: gathering a sharded tensor is a collective.
         listed: list[tuple[str, torch.Tensor]] = [item async for item in ensure_async_iterator(weights)]
-        aligned_process().served_step = global_steps
+        aligned_process().serving(global_steps, self._policy)
         if not self._sends:
             return {}
         served = [await self._serve(name, listed, global_steps) for name in server_names()]
