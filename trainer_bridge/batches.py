@@ -178,7 +178,7 @@ def _digests(told: Mapping[str, Any], mask: npt.NDArray[np.bool_]) -> UInt64Arra
 
 
 def column(data: Mapping[str, Any], name: str) -> list[Any] | None:
-    """One value a row, out of an array, a tensor, a stack of other objects or a list; None if there is no such column."""
+    """One value a row, out of an array, a tensor, a stack of objects or a list; None: there is no such column."""
     if name not in data:
         return None
     value = data[name]

@@ -22,6 +22,7 @@ STANDALONE = (
     "actor_rollout_ref.rollout.nnodes=1",
     "actor_rollout_ref.rollout.n_gpus_per_node=3",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=3",
+    "+actor_rollout_ref.rollout.engine_kwargs.zerodrift.row_digests=True",
     "actor_rollout_ref.rollout.checkpoint_engine.backend=zerodrift",
     "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=trainer_bridge.verl.checkpoint",
 )
@@ -78,6 +79,7 @@ class Cluster:
         output = self.actors.compute_log_prob(rows)
         log_probs = no_padding_2_padding(tu.get(output, "log_probs"), rows).float()
         data.batch["old_log_probs"] = log_probs
+        data.batch["row_digests"] = no_padding_2_padding(tu.get(output, "row_digests"), rows)
         return data
 
     def learn(self, data: DataProto, seed: int = 0) -> dict[str, Any]:

@@ -87,6 +87,8 @@ def test_1_verls_agent_loops_and_its_fsdp_forward_agree_to_the_bit(cluster: Clus
     assert set(data.non_tensor_batch["min_global_steps"]) == {0}
     comparison = StepZeroGate().check(samples_from_dataproto(data))
     assert comparison.tokens == int(mask.sum()) > 0
+    # Whole distributions, by digests that the service and verl's actor took.
+    assert comparison.digests_equal == comparison.digests_total == comparison.tokens
     assert_zero_by_verl(data)
 
 
