@@ -185,7 +185,14 @@ def test_4_weights_through_verls_checkpoint_manager(cluster: Cluster) -> None:
     assert bits(before) != bits(after)
     assert compare(samples_from_dataproto(after)).bitwise_equal
     assert_zero_by_verl(after)
-    # Control: the old rollout under the new weights.
+    # One bit off in a row of the weights that the actor holds: its canary stops the step.
+    first = after.batch["rollout_log_probs"][0, 0].clone()
+    after.batch["rollout_log_probs"][0, 0] = torch.nextafter(first, torch.tensor(0.0))
+    with pytest.raises(Exception, match="canary: UNEQUAL: 1 of"):
+        cluster.score(after)
+    after.batch["rollout_log_probs"][0, 0] = first
+    cluster.score(after)
+    # Control: the old rollout under the new weights, which the canary does not judge.
     stale = cluster.score(before)
     assert not compare(samples_from_dataproto(stale)).bitwise_equal
     assert calculate_debug_metrics(stale)["training/rollout_probs_diff_max"] > 0
