@@ -19,6 +19,7 @@ from trainer_bridge.records import ScoredSample
 
 DETAILS = "zerodrift"
 """Key of what our rollout adds to every verl sample; see ``trainer_bridge.verl.session``."""
+_EXTRA = "extra_fields"
 DIGESTS = "row_digests"
 """Key of the trainer's row digests: verl knows no unsigned integers, so int64 views of them."""
 
@@ -178,11 +179,16 @@ def _digests(told: Mapping[str, Any], mask: npt.NDArray[np.bool_]) -> UInt64Arra
 
 
 def column(data: Mapping[str, Any], name: str) -> list[Any] | None:
-    """One value a row, out of an array, a tensor, a stack of objects or a list; None: there is no such column."""
-    if name not in data:
-        return None
-    value = data[name]
-    return list(value.tolist() if hasattr(value, "tolist") else value)
+    """One value a row, out of an array, a tensor, a stack of objects or a list; None: there is no such column.
+
+    verl V0 makes a column of every extra field of a sample, V1 leaves them together in ``extra_fields``.
+    """
+    if name in data:
+        value = data[name]
+        return list(value.tolist() if hasattr(value, "tolist") else value)
+    together = None if name == _EXTRA else column(data, _EXTRA)
+    values = [(row or {}).get(name) for row in together or ()]
+    return values if any(value is not None for value in values) else None
 
 
 def _names(columns: Mapping[str, Any], rows: int) -> list[str]:
