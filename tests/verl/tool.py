@@ -7,7 +7,7 @@ from typing import Any
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.function_tool import function_tool
 
-ANSWER = "w50 w51 w52"
+ANSWER = "w40 w41 w42"
 STOPS = tuple(range(5, 60, 2))
 """ids that end a turn, so that a first turn leaves room for a second"""
 
