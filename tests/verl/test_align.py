@@ -138,6 +138,35 @@ def test_the_canary_judges_later_batches_of_the_weights_the_actor_holds(
     check_scored_batch(actor, *scored(off=1.0))
 
 
+def test_all_ranks_stop_when_one_finds_a_difference(
+    monkeypatch: pytest.MonkeyPatch, padding_of_dictionaries: None
+) -> None:
+    """A rank that raised alone left the others in their next collective, and gloo ended their processes."""
+    sent: list[str | None] = []
+    others: list[str | None] = [None]
+
+    def gather(into: list[str | None], mine: str | None, group: Any) -> None:
+        sent.append(mine)
+        into[:] = [mine, *others]
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+
+    def rank() -> Any:
+        actor = engine()
+        actor.get_data_parallel_group = lambda: None
+        return actor
+
+    check_scored_batch(rank(), *scored())
+    with pytest.raises(ParityError, match="^step-0 gate"):
+        check_scored_batch(rank(), *scored(off=1.0))
+    others[0] = "step-0 gate: theirs"
+    with pytest.raises(ParityError, match="on another rank: step-0 gate: theirs"):
+        check_scored_batch(rank(), *scored())
+    assert sent[0] is None and str(sent[1]).startswith("step-0 gate") and sent[2] is None
+
+
 def test_row_digests_of_both_sides_count(monkeypatch: pytest.MonkeyPatch, padding_of_dictionaries: None) -> None:
     def rows(wrong: int) -> tuple[dict[str, Any], dict[str, Any]]:
         data, output = scored()

@@ -20,8 +20,9 @@ from typing import Any, cast, get_args
 
 import numpy as np
 import torch
+from torch import distributed
 
-from rollout.errors import ConfigError, ParityError
+from rollout.errors import ConfigError, ParityError, RolloutError
 from trainer_bridge.batches import DETAILS, DIGESTS, column, samples_from_arrays
 from trainer_bridge.canary import Canary
 from trainer_bridge.gates import StepZeroGate
@@ -83,7 +84,9 @@ class ActorGate:
 def check_scored_batch(engine: Any, data: Any, output: Any) -> None:
     """Judge an actor's forward-only batch if it carries ``rollout_log_probs``; references and critics are left alone.
 
-    Errors: ParityError in strict mode when a token differs.
+    All ranks raise or none: one that left alone would leave the others in their next collective.
+
+    Errors: ParityError in strict mode when a token differs, on any rank.
     """
     scored = output.get("model_output", {})
     if "rollout_log_probs" not in data or "log_probs" not in scored or engine.engine_config.forward_only:
@@ -92,7 +95,24 @@ def check_scored_batch(engine: Any, data: Any, output: Any) -> None:
     if gate is None:
         gate = ActorGate(_mode(STEP_ZERO), _mode(CANARY), _fraction())
         setattr(engine, _ATTRIBUTE, gate)
-    gate.check(*_rows(data, scored))
+    error: RolloutError | None = None
+    try:
+        gate.check(*_rows(data, scored))
+    except RolloutError as found:
+        error = found
+    elsewhere = _first_of_all_ranks(engine, error)
+    if error is not None:
+        raise error
+    if elsewhere is not None:
+        raise ParityError(f"on another rank: {elsewhere}")
+
+
+def _first_of_all_ranks(engine: Any, error: RolloutError | None) -> str | None:
+    if not distributed.is_initialized() or distributed.get_world_size(group := engine.get_data_parallel_group()) == 1:
+        return None
+    messages: list[str | None] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(messages, None if error is None else error.message, group=group)
+    return next((message for message in messages if message is not None), None)
 
 
 def wants_digests(data: Any) -> bool:
