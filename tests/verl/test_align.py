@@ -159,7 +159,7 @@ def test_all_ranks_stop_when_one_finds_a_difference(
         return actor
 
     check_scored_batch(rank(), *scored())
-    with pytest.raises(ParityError, match="^step-0 gate"):
+    with pytest.raises(ParityError, match=r"^step-0 gate"):
         check_scored_batch(rank(), *scored(off=1.0))
     others[0] = "step-0 gate: theirs"
     with pytest.raises(ParityError, match="on another rank: step-0 gate: theirs"):
