@@ -54,18 +54,19 @@ test-search: model ## the property tests with examples never tried before
 soak: setup ## random schedules with new seeds for SOAK_MINUTES (10)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak
 
-$(VERL_VENV)/.installed: pyproject.toml
+$(VERL_VENV)/.installed: pyproject.toml tests/verl/constraints.txt
 	@test -x $(VERL_BIN)/python || $(PYTHON) -m venv $(VERL_VENV)
 	@echo "installing verl into $(VERL_VENV) (minutes the first time)"
 	@$(VERL_PIP) install $(TORCH_ARGS) '$(TORCH)'
-	@$(VERL_PIP) install --editable '.[verl,verl-test]'
+	@$(VERL_PIP) install --constraint tests/verl/constraints.txt --editable '.[verl,verl-test]'
 	@touch $@
 
 test-verl: $(VERL_VENV)/.installed ## the tests against veRL itself, on the CPU, in .venv-verl
 	@$(VERL_BIN)/python -m pytest -x -q -W default tests/verl # verl and what it imports warn
 
-example-verl: $(VERL_VENV)/.installed ## three GRPO steps by veRL's own trainer on the CPU, every log-prob compared
+example-verl: $(VERL_VENV)/.installed ## three GRPO steps by each of veRL's own trainers on the CPU, every log-prob compared
 	@$(VERL_BIN)/python -m examples.verl_grpo_cpu
+	@$(VERL_BIN)/python -m examples.verl_grpo_cpu trainer.use_v1=True
 
 # Debian's own package; playwright downloads no browser of its own.
 CHROMIUM := /usr/bin/chromium

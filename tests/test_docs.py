@@ -55,12 +55,16 @@ def test_readme_commands_exist() -> None:
         assert key in settings, key
 
 
-def test_readme_options_exist() -> None:
+def test_options_exist() -> None:
     """Every command line shown is one that the parser takes; an unknown option raises."""
     command = typer.main.get_command(cli.app)
-    lines = re.findall(r"^zerodrift (.+?)(?:\s+#.*)?$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
-    assert len(lines) >= 10
-    for line in lines:
+    blocks = [
+        "\n".join(re.findall(r"```(?:bash|sh|console)?\n(.*?)```", page.read_text(encoding="utf-8"), re.S))
+        for page in PAGES
+    ]
+    shown = [re.findall(r"^zerodrift (.+?)(?:\s+#.*)?$", block, re.M) for block in blocks]
+    assert len(shown[0]) >= 10
+    for line in (line for lines in shown for line in lines):
         verb, *args = shlex.split(line)
         sub = command.commands[verb]  # type: ignore[attr-defined]
         sub.make_context(verb, args, resilient_parsing=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,3 +73,18 @@ def test_no_weights_are_committed() -> None:
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
     assert [line for line in listed.stdout.splitlines() if line.endswith((".safetensors", ".gguf", ".bin"))] == []
+
+
+def test_the_verl_environment_is_pinned_whole() -> None:
+    """Left to choose, pip tries old releases for an hour; torch alone is pinned by the Makefile, before all others."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    pins = (ROOT / "tests/verl/constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {_normal(line.split("==")[0]) for line in pins if "==" in line}
+    asked = [*project["dependencies"], *extras["verl"], *extras["verl-test"]]
+    wanted = {_normal(re.split(r"[\[<>=~! ]", line)[0]) for line in asked}
+    assert wanted - pinned == {"torch"}
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

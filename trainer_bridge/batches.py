@@ -14,11 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.errors import InvalidRequest
-from rollout.types import Float32Array, LogprobMode, VersionSpan
+from rollout.types import Float32Array, LogprobMode, UInt64Array, VersionSpan
 from trainer_bridge.records import ScoredSample
 
 DETAILS = "zerodrift"
 """Key of what our rollout adds to every verl sample; see ``trainer_bridge.verl.session``."""
+_EXTRA = "extra_fields"
+DIGESTS = "row_digests"
+"""Key of the trainer's row digests: verl knows no unsigned integers, so int64 views of them."""
 
 
 def samples_from_arrays(
@@ -31,6 +34,7 @@ def samples_from_arrays(
     prompt_ids: Sequence[npt.ArrayLike] | None = None,
     details: Sequence[Mapping[str, Any] | None] | None = None,
     names: Sequence[str] | None = None,
+    trainer_digests: Sequence[npt.NDArray[np.uint64] | None] | None = None,
 ) -> list[ScoredSample]:
     """One sample a row: float32 [L] log-probs of both sides, mask [L]; rows may differ in length.
 
@@ -39,6 +43,7 @@ def samples_from_arrays(
         token_ids, prompt_ids: [L] and [P] a row; 0 where not given, and then only positions can be named.
         details: what the rollout said of each sample (seed, spans, replica, ...), if anything.
         names: request ids; "row-i" where not given.
+        trainer_digests: uint64 [L] row digests of the trainer's side; they count where the details hold the rollout's.
 
     Errors: InvalidRequest for lengths or dtypes that disagree (a cast would change the bits that are compared).
     """
@@ -51,6 +56,7 @@ def samples_from_arrays(
         prompt = np.zeros(0, np.int32) if prompt_ids is None else np.asarray(prompt_ids[i]).astype(np.int32)
         entering = np.asarray(mask).astype(np.bool_)
         filtered = bool(told.get("filtered", False))
+        digests = _digests(told, entering) if trainer_digests is not None and trainer_digests[i] is not None else None
         samples.append(
             ScoredSample(
                 request_id=f"row-{i}" if names is None else names[i],
@@ -68,6 +74,8 @@ def samples_from_arrays(
                 spans=_spans(told, entering),
                 replica=told.get("replica"),
                 behavior_logprobs=_behavior(told, entering) if filtered else None,
+                rollout_digests=digests,
+                trainer_digests=None if digests is None or trainer_digests is None else trainer_digests[i],
             )
         )
     return samples
@@ -105,8 +113,11 @@ def samples_from_dataproto(data: Any, *, temperature: float | None = None) -> li
         temperature=float(temperature),
         token_ids=cut["responses"],
         prompt_ids=[row[keep] for row, keep in zip(columns["prompts"], attention[:, :prompts], strict=True)],
-        details=_details(data.non_tensor_batch),
+        details=column(data.non_tensor_batch, DETAILS),
         names=_names(data.non_tensor_batch, len(lengths)),
+        trainer_digests=None
+        if DIGESTS not in batch.keys()  # noqa: SIM118
+        else [row[:n].view(np.uint64) for row, n in zip(batch[DIGESTS].cpu().numpy(), lengths, strict=True)],
     )
 
 
@@ -114,10 +125,11 @@ def samples_from_nested(fields: Mapping[str, Any], *, temperature: float) -> lis
     """Rows of verl V1 fields: nested (jagged) tensors or lists of tensors, one a trajectory, unpadded.
 
     Args:
-        fields: ``old_log_probs``, ``rollout_log_probs``, ``response_mask``; where known ``responses``, ``prompts``.
+        fields: ``old_log_probs``, ``rollout_log_probs``, ``response_mask``; where known ``responses``, ``prompts``,
+            ``uid``, our details (``zerodrift``) and the trainer's ``row_digests`` (int64 views).
     """
     rows = {name: _unbound(fields[name]) for name in ("old_log_probs", "rollout_log_probs", "response_mask")}
-    extra = {name: _unbound(fields[name]) for name in ("responses", "prompts") if name in fields}
+    extra = {name: _unbound(fields[name]) for name in ("responses", "prompts", DIGESTS) if name in fields}
     return samples_from_arrays(
         rows["old_log_probs"],
         rows["rollout_log_probs"],
@@ -125,6 +137,9 @@ def samples_from_nested(fields: Mapping[str, Any], *, temperature: float) -> lis
         temperature=temperature,
         token_ids=extra.get("responses"),
         prompt_ids=extra.get("prompts"),
+        details=column(fields, DETAILS),
+        names=_names(fields, len(rows["old_log_probs"])),
+        trainer_digests=[row.view(np.uint64) for row in extra[DIGESTS]] if DIGESTS in extra else None,
     )
 
 
@@ -157,10 +172,25 @@ def _behavior(told: Mapping[str, Any], mask: npt.NDArray[np.bool_]) -> Float32Ar
     return np.asarray(values, np.float32) if values is not None and len(values) == mask.size else None
 
 
-def _details(columns: Mapping[str, Any]) -> list[Mapping[str, Any] | None] | None:
-    return list(columns[DETAILS]) if DETAILS in columns else None
+def _digests(told: Mapping[str, Any], mask: npt.NDArray[np.bool_]) -> UInt64Array | None:
+    # A row of several turns carries the first turn's digests only.
+    values = told.get("row_digests")
+    return np.asarray(values, np.uint64) if values is not None and len(values) == mask.size else None
+
+
+def column(data: Mapping[str, Any], name: str) -> list[Any] | None:
+    """One value a row, out of an array, a tensor, a stack of objects or a list; None: there is no such column.
+
+    verl V0 makes a column of every extra field of a sample, V1 leaves them together in ``extra_fields``.
+    """
+    if name in data:
+        value = data[name]
+        return list(value.tolist() if hasattr(value, "tolist") else value)
+    together = None if name == _EXTRA else column(data, _EXTRA)
+    values = [(row or {}).get(name) for row in together or ()]
+    return values if any(value is not None for value in values) else None
 
 
 def _names(columns: Mapping[str, Any], rows: int) -> list[str]:
-    uids = columns.get("uid")
+    uids = column(columns, "uid")
     return [f"row-{i}" if uids is None else f"{uids[i]}/{i}" for i in range(rows)]

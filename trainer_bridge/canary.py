@@ -11,6 +11,7 @@ from rollout.errors import ConfigError, ParityError
 from rollout.types import Float32Array
 from trainer_bridge.compare import compare
 from trainer_bridge.correction_config import CorrectionConfig
+from trainer_bridge.records import ScoredSample
 from trainer_bridge.report import verdict
 from trainer_bridge.rollout_record import RolloutRecord
 
@@ -25,7 +26,7 @@ class Canary:
     """Chooses samples by a hash of their ids and tokens, so a rerun chooses the same, whatever the order.
 
     Args:
-        score: how the chosen samples are scored again.
+        score: how the chosen samples are scored again; None where batches come scored (``check``).
         fraction: of samples, in (0, 1].
         action: "raise" at the first unequal bit, or "correct": warn once and hand out ``correction`` from then on.
         correction: what to train with after a mismatch; without it nothing changes until one is found.
@@ -33,7 +34,7 @@ class Canary:
 
     def __init__(
         self,
-        score: Scorer,
+        score: Scorer | None = None,
         *,
         fraction: float,
         action: Action = "raise",
@@ -64,25 +65,36 @@ class Canary:
         """What to correct with now: None as long as the rollout proved exact."""
         return self._correction if self._tripped else None
 
-    def chosen(self, record: RolloutRecord) -> bool:
-        """Whether this sample is re-scored."""
+    def chosen(self, sample: RolloutRecord | ScoredSample) -> bool:
+        """Whether this sample is compared."""
         state = hashlib.blake2b(digest_size=8)
-        state.update(record.prompt_ids.tobytes() + record.token_ids.tobytes())
-        state.update(f"{record.sample_index}|{record.seed}".encode())
+        state.update(sample.prompt_ids.tobytes() + sample.token_ids.tobytes())
+        state.update(f"{sample.sample_index}|{sample.seed}".encode())
         return int.from_bytes(state.digest(), "little") < self._threshold
 
     def watch(self, records: Sequence[RolloutRecord]) -> int:
         """Re-score the chosen ones of a batch; returns how many tokens were compared.
 
-        Errors: ParityError at an unequal bit, unless the canary corrects.
+        Errors: ParityError at an unequal bit, unless the canary corrects; ConfigError without a scorer.
         """
+        if self._score is None:
+            raise ConfigError("a canary without a scorer compares scored samples only (check)", field="score")
         picked = [record for record in records if record.token_ids.size and self.chosen(record)]
         if not picked:
             return 0
-        scored = [r.scored(values) for r, values in zip(picked, self._score(picked), strict=True)]
+        return self._judge([r.scored(values) for r, values in zip(picked, self._score(picked), strict=True)])
+
+    def check(self, samples: Sequence[ScoredSample]) -> int:
+        """Compare the chosen ones of a batch that is scored already; returns how many tokens were compared.
+
+        Errors: ParityError at an unequal bit, unless the canary corrects.
+        """
+        return self._judge([sample for sample in samples if sample.mask.any() and self.chosen(sample)])
+
+    def _judge(self, scored: Sequence[ScoredSample]) -> int:
         result = compare(scored)
         self.checked_tokens += result.tokens
-        if result.equal_tokens != result.tokens:
+        if result.has_data and not result.bitwise_equal:
             if self._action == "raise":
                 raise ParityError(f"canary: {verdict(result)}; the rollout is no longer exact: stop, find out why")
             if not self._tripped:

@@ -117,21 +117,49 @@ def generate(
 
 
 def compare(
-    rollouts: Annotated[Path, typer.Argument(help="JSONL file of rollouts, ours or another engine's.")],
+    rollouts: Annotated[
+        Path, typer.Argument(help="JSONL (or, by its ending, Parquet) file of rollouts, ours or another engine's.")
+    ],
     json_file: JsonFile = None,
     config: Config = None,
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per training forward; changes no bit.")] = 8,
+    policy_logprobs: Annotated[
+        bool,
+        typer.Option("--policy-logprobs", help="Lines that name no mode hold log_softmax(logits / T), no filter."),
+    ] = False,
+    positions: Annotated[int, typer.Option(min=1, help="Tokens in a bin of positions.")] = 64,
+    worst: Annotated[int, typer.Option(min=0, help="How many of the worst tokens to name.")] = 10,
+    keep_rows: Annotated[
+        Path | None, typer.Option(help="File (.npz) for the trainer's logits rows where row digests differ first.")
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Recompute every log-prob with the training forward and compare bits; exit 1 if one differs."""
     from rich.console import Console
 
+    from trainer_bridge.breakdown import break_down, breakdown_json, breakdown_tables
+    from trainer_bridge.kept_rows import KEPT, write_rows
     from trainer_bridge.report import render, to_json
-    from trainer_bridge.single_use import compare_rollouts
+    from trainer_bridge.single_use import score_rollouts
 
-    comparison = compare_rollouts(rollouts, single_settings(config, overrides), micro_batch=micro_batch)
-    render(comparison, Console())
-    write_json(json_file, to_json(comparison))
+    scored = score_rollouts(
+        rollouts,
+        single_settings(config, overrides),
+        micro_batch=micro_batch,
+        policy_logprobs=policy_logprobs,
+        keep=0 if keep_rows is None else KEPT,
+    )
+    comparison, details = scored.comparison, break_down(scored.samples, width=positions, worst=worst)
+    console = Console()
+    if comparison.unequal_tokens:
+        for table in breakdown_tables(details):
+            console.print(table)
+    if details.probe.has_data:
+        console.print(details.probe.verdict, markup=False, soft_wrap=True)
+    render(comparison, console)
+    if keep_rows is not None:
+        write_rows(keep_rows, scored.kept_rows)
+    write_json(json_file, to_json(comparison) | {"breakdown": breakdown_json(details)})
     raise typer.Exit(0 if comparison.has_data and comparison.bitwise_equal else 1)
 
 

@@ -32,6 +32,8 @@ def records_of(results: Iterable[GenerateResult]) -> list[RolloutRecord]:
             replica=sample.replica,
             weight_version=sample.spans[-1].version if sample.spans else None,
             manifest_digest=result.manifest_digest,
+            top=sample.top,
+            prompt_score=result.prompt,
         )
         for result in results
         for sample in result.samples

@@ -14,7 +14,7 @@ import torch
 from rollout.errors import InvalidRequest
 from trainer_bridge.correction_config import CorrectionConfig
 from trainer_bridge.importance import importance_weights
-from trainer_bridge.masked import selected
+from trainer_bridge.masked import masked_log_ratio
 from trainer_bridge.offpolicy import offpolicy_metrics
 from trainer_bridge.rejection import rejection_mask
 
@@ -49,16 +49,10 @@ def correct(
     Raises:
         InvalidRequest: shapes that differ, or no token at all.
     """
-    if not trainer.shape == rollout.shape == mask.shape:
-        raise InvalidRequest(
-            f"trainer {tuple(trainer.shape)}, rollout {tuple(rollout.shape)} and mask {tuple(mask.shape)} must have "
-            "one shape",
-            field="mask",
-        )
+    log_ratio = masked_log_ratio(trainer.detach(), rollout.detach(), mask)
     if not bool(mask.bool().any()):
         raise InvalidRequest("no token has mask 1: there is nothing to correct; skip the batch", field="mask")
     mask = mask.long() if mask.dtype == torch.bool else mask
-    log_ratio = selected(trainer.detach(), mask) - selected(rollout.detach(), mask)
     metrics: dict[str, float] = {}
     weights = None
     if config.rollout_is is not None:

@@ -92,8 +92,15 @@ class CorrectionConfig:
 def _rs_bounds(option: str, text: str) -> Bounds:
     lower, upper = _pair(text, "rollout_rs_threshold")
     if option.endswith("k1"):
+        lower = 1.0 / upper if lower is None else lower
+        if lower > upper:
+            raise ConfigError(
+                f"rollout_rs_threshold {text!r}: {option} keeps ratios from {lower:g} to {upper:g}, which are none; a "
+                "single value u means 1/u to u, so it must be at least 1",
+                field="rollout_rs_threshold",
+            )
         # Ratios, compared as logarithms.
-        return Bounds(math.log(upper), math.log(1.0 / upper if lower is None else lower))
+        return Bounds(math.log(upper), math.log(lower))
     if lower is not None:
         raise ConfigError(
             f"rollout_rs_threshold {text!r}: {option} has an upper bound only", field="rollout_rs_threshold"

@@ -1,9 +1,10 @@
 """Rollouts as JSON Lines, one sample a line, exact to the bit.
 
-Full line: ``"format": "zerodrift.rollout/1"`` and every key of ``jsonl_line.KEYS``, absent values as null;
+Full line: ``"format": "zerodrift.rollout/2"`` and every key of ``jsonl_line.KEYS``, absent values as null;
 ``finish_reason`` is never null. Log-probs stand twice: as decimal numbers to read, and as one string of 8 hex digits a
 value, which is what counts. Both must agree. NaN is null in the decimals. Digests are one string of 16 hex digits a
-value, because JSON numbers above 2**53 are not safe everywhere.
+value, because JSON numbers above 2**53 are not safe everywhere. Alternatives (``top``) are flat lists, ``width`` a
+position. Lines of version 1, which had neither ``top`` nor ``prompt_score``, are read as well.
 
 Minimal line, from another engine: exactly ``prompt_ids, token_ids, logprobs, temperature`` and no ``format``. What it
 does not say stays None; a null log-prob gets mask 0; decimals are rounded to the nearest float32.
@@ -25,9 +26,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.errors import InvalidRequest
-from rollout.types import Float32Array
+from rollout.types import Float32Array, TopLogprobs
 from trainer_bridge.jsonl_line import FORMAT, LineReader
 from trainer_bridge.rollout_record import RolloutRecord
+from trainer_bridge.wire.result import PromptScore
 
 __all__ = ["FORMAT", "RolloutRecord", "decode", "encode", "read_rollouts", "write_rollouts"]
 
@@ -72,12 +74,8 @@ def encode(record: RolloutRecord) -> str:
         "sample_index": record.sample_index,
         "prompt_ids": record.prompt_ids.tolist(),
         "token_ids": record.token_ids.tolist(),
-        "logprobs": _decimals(record.policy_logprobs),
-        "logprobs_bits": _hex(record.policy_logprobs.view(np.uint32), 8),
-        "behavior_logprobs": None if record.behavior_logprobs is None else _decimals(record.behavior_logprobs),
-        "behavior_logprobs_bits": None
-        if record.behavior_logprobs is None
-        else _hex(record.behavior_logprobs.view(np.uint32), 8),
+        **_logprobs("logprobs", record.policy_logprobs),
+        **_logprobs("behavior_logprobs", record.behavior_logprobs),
         "mask": record.mask.astype(np.uint8).tolist(),
         "sampling": None if record.sampling is None else asdict(record.sampling),
         "temperature": record.temperature,
@@ -89,6 +87,8 @@ def encode(record: RolloutRecord) -> str:
         "seed": record.seed,
         "manifest_digest": record.manifest_digest,
         "weight_version": record.weight_version,
+        "top": _top(record.top),
+        "prompt_score": _prompt_score(record.prompt_score),
     }
     return json.dumps(line, allow_nan=False, separators=(",", ":"))
 
@@ -108,6 +108,30 @@ def decode(line: str, number: int) -> RolloutRecord:
         if error.message.startswith("line "):
             raise
         raise InvalidRequest(f"line {number}: {error.message}", field=error.field) from error
+
+
+def _logprobs(key: str, values: Float32Array | None) -> dict[str, Any]:
+    """Decimals to read and bits that count, under ``key`` and ``key_bits``."""
+    if values is None:
+        return {key: None, f"{key}_bits": None}
+    return {key: _decimals(values), f"{key}_bits": _hex(values.view(np.uint32), 8)}
+
+
+def _top(top: TopLogprobs | None) -> dict[str, Any] | None:
+    if top is None:
+        return None
+    flat = {"width": top.token_ids.shape[1], "token_ids": top.token_ids.reshape(-1).tolist()}
+    return flat | _logprobs("logprobs", np.ascontiguousarray(top.logprobs).reshape(-1))
+
+
+def _prompt_score(score: PromptScore | None) -> dict[str, Any] | None:
+    if score is None:
+        return None
+    return _logprobs("logprobs", score.logprobs) | {
+        "row_digests": None if score.row_digests is None else _hex(score.row_digests, 16),
+        "top": _top(score.top),
+        "weight_version": score.weight_version,
+    }
 
 
 def _decimals(values: Float32Array) -> list[float | str | None]:

@@ -10,10 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.errors import InvalidRequest
-from rollout.types import FinishReason, Float32Array, LogprobMode, SamplingParams, VersionSpan
+from rollout.types import FinishReason, Float32Array, LogprobMode, SamplingParams, TopLogprobs, VersionSpan
 from trainer_bridge.rollout_record import RolloutRecord
+from trainer_bridge.wire.result import PromptScore
 
-FORMAT = "zerodrift.rollout/1"
+FORMAT = "zerodrift.rollout/2"
+FORMAT_1 = "zerodrift.rollout/1"
+"""Without ``top`` and ``prompt_score``; read, not written."""
 
 MINIMAL_KEYS = frozenset({"prompt_ids", "token_ids", "logprobs", "temperature"})
 KEYS = frozenset(
@@ -38,8 +41,13 @@ KEYS = frozenset(
         "seed",
         "manifest_digest",
         "weight_version",
+        "top",
+        "prompt_score",
     }
 )
+_SINCE_2 = frozenset({"top", "prompt_score"})
+_TOP_KEYS = frozenset({"width", "token_ids", "logprobs", "logprobs_bits"})
+_PROMPT_KEYS = frozenset({"logprobs", "logprobs_bits", "row_digests", "top", "weight_version"})
 
 _SAMPLING_TYPES: Mapping[str, tuple[type, ...]] = {
     "temperature": (float, int),
@@ -94,9 +102,10 @@ class LineReader:
 
     def full(self, value: Mapping[str, Any]) -> RolloutRecord:
         """A line of our own format."""
-        if value["format"] != FORMAT:
-            self.fail("format", f"is {value['format']!r}, this reader knows {FORMAT!r}")
-        self.require_keys(value, KEYS, f"{FORMAT} line")
+        found = value["format"]
+        if found not in (FORMAT, FORMAT_1):
+            self.fail("format", f"is {found!r}, this reader knows {FORMAT!r} and {FORMAT_1!r}")
+        self.require_keys(value, KEYS if found == FORMAT else KEYS - _SINCE_2, f"{found} line")
         digests = self.take(value, "row_digests", str, optional=True)
         behavior = value["behavior_logprobs"] is not None or value["behavior_logprobs_bits"] is not None
         return RolloutRecord(
@@ -119,6 +128,34 @@ class LineReader:
             seed=self.take(value, "seed", int, optional=True),
             manifest_digest=self.take(value, "manifest_digest", str, optional=True),
             weight_version=self.take(value, "weight_version", int, optional=True),
+            top=self.top(value) if "top" in value else None,
+            prompt_score=self.prompt_score(value) if "prompt_score" in value else None,
+        )
+
+    def top(self, value: Mapping[str, Any]) -> TopLogprobs | None:
+        """Alternatives [positions, width], or null."""
+        found = self.take(value, "top", dict, optional=True)
+        if found is None:
+            return None
+        self.require_keys(found, _TOP_KEYS, "top object")
+        width = self.take(found, "width", int)
+        ids, logprobs = self.integers(found, "token_ids"), self.exact_logprobs(found, "logprobs")
+        if width < 1 or ids.size % width or ids.size != logprobs.size:
+            self.fail("top", f"holds {ids.size} ids and {logprobs.size} log-probs, must hold {width} each a position")
+        return TopLogprobs(ids.reshape(-1, width), logprobs.reshape(-1, width))
+
+    def prompt_score(self, value: Mapping[str, Any]) -> PromptScore | None:
+        """The prompt's own log-probs, or null."""
+        found = self.take(value, "prompt_score", dict, optional=True)
+        if found is None:
+            return None
+        self.require_keys(found, _PROMPT_KEYS, "prompt_score object")
+        digests = self.take(found, "row_digests", str, optional=True)
+        return PromptScore(
+            logprobs=self.exact_logprobs(found, "logprobs"),
+            weight_version=self.take(found, "weight_version", int),
+            row_digests=None if digests is None else self.words(digests, "row_digests", 16, np.uint64),
+            top=self.top(found),
         )
 
     def minimal(self, value: Mapping[str, Any]) -> RolloutRecord:

@@ -6,6 +6,7 @@ own side (``zerodrift explain`` or an engine at hand), since a service sends dig
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from rollout.attention import PackedStep
 from rollout.types import Float32Array
 from trainer_bridge.forward import TrainingForward, TrainingSample, pack
 from trainer_bridge.records import ScoredSample
+
+KEPT = 4
+"""Rows kept unless told otherwise; one row is 600 kB at a vocabulary of 150,000."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +48,7 @@ def differing_positions(samples: Sequence[ScoredSample], limit: int) -> list[tup
 
 
 @torch.no_grad()
-def keep_rows(forward: TrainingForward, samples: Sequence[ScoredSample], *, limit: int = 4) -> list[KeptRow]:
+def keep_rows(forward: TrainingForward, samples: Sequence[ScoredSample], *, limit: int = KEPT) -> list[KeptRow]:
     """Compute the trainer's whole rows at the first differing positions; call inside ``forward.aligned()``."""
     kept = []
     model = forward.model
@@ -67,3 +71,18 @@ def keep_rows(forward: TrainingForward, samples: Sequence[ScoredSample], *, limi
             )
         )
     return kept
+
+
+def write_rows(path: str | os.PathLike[str], rows: Sequence[KeptRow]) -> None:
+    """One ``.npz``: ``logits`` float32 [N, V], and a column for every other field of ``KeptRow``."""
+    with open(path, "wb") as file:
+        np.savez(
+            file,
+            request_id=np.array([row.request_id for row in rows], np.str_),
+            sample_index=np.array([row.sample_index for row in rows], np.int64),
+            position=np.array([row.position for row in rows], np.int64),
+            token_id=np.array([row.token_id for row in rows], np.int64),
+            rollout_digest=np.array([row.rollout_digest for row in rows], np.uint64),
+            trainer_digest=np.array([row.trainer_digest for row in rows], np.uint64),
+            logits=np.stack([row.logits for row in rows]) if rows else np.zeros((0, 0), np.float32),
+        )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from rollout.errors import InvalidRequest
+
 EPSILON = 1e-8
 EXPONENT_LIMIT = 20.0
 """nats; verl's SAFETY_BOUND"""
@@ -16,6 +18,28 @@ EXPONENT_LIMIT = 20.0
 def selected(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Values [B, R] at mask 1, exactly 0 elsewhere; no gradient flows to mask 0."""
     return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def masked_log_ratio(trainer: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """trainer - rollout [B, R] nats, exactly 0 at mask 0. Differentiable; the gradient at mask 0 is exactly 0.
+
+    Errors: InvalidRequest for shapes that differ.
+    """
+    if not trainer.shape == rollout.shape == mask.shape:
+        raise InvalidRequest(
+            f"trainer {tuple(trainer.shape)}, rollout {tuple(rollout.shape)} and mask {tuple(mask.shape)} must have "
+            "one shape",
+            field="mask",
+        )
+    return selected(trainer, mask) - selected(rollout.to(trainer.dtype), mask)
+
+
+def token_ratio(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """exp(log-ratio) [B, R], 0 at mask 0. Differentiable; a real token's ratio may overflow: see ``clamped``.
+
+    Selects before the exponential as well: selecting its result alone would give 0 * inf = NaN in the backward pass.
+    """
+    return selected(torch.exp(selected(log_ratio, mask)), mask)
 
 
 def masked_sum(values: torch.Tensor, mask: torch.Tensor, axis: int | None = None) -> torch.Tensor:

@@ -80,15 +80,16 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     figures["unequal_tokens"] = comparison.unequal_tokens
     figures["bitwise_equal"] = comparison.bitwise_equal
     figures["verdict"] = verdict(comparison)
-    plain: dict[str, Any] = _plain(figures)
-    return plain
+    result: dict[str, Any] = plain(figures)
+    return result
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value of dictionaries and lists for JSON: NaN is null, infinities are "inf" and "-inf"."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     return value

@@ -13,11 +13,13 @@ from rollout.types import (
     Int32Array,
     LogprobMode,
     SamplingParams,
+    TopLogprobs,
     UInt64Array,
     VersionSpan,
 )
 from trainer_bridge.checks import Mask, check_spans, freeze, label, require_finite
 from trainer_bridge.records import ScoredSample
+from trainer_bridge.wire.result import PromptScore
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +56,10 @@ class RolloutRecord:
     manifest_digest: str | None = None
     temperature: float | None = None
     """Set by itself only when ``sampling`` is None (another engine's file)."""
+    top: TopLogprobs | None = None
+    """[L, n] likeliest tokens at each position, if they were asked for"""
+    prompt_score: PromptScore | None = None
+    """log-probs of prompt tokens 1..P-1, if they were asked for; the same in every sample of a request"""
 
     def __post_init__(self) -> None:
         """Check and freeze."""
@@ -67,6 +73,9 @@ class RolloutRecord:
             require_finite(name, getattr(self, name), self.mask, where)
         freeze(self, "row_digests", np.uint64, length, where)
         check_spans(self.spans, self.mask, where)
+        _check_top("top", self.top, length, where)
+        if self.prompt_score is not None:
+            _check_prompt_score(self.prompt_score, self.prompt_ids.size - 1, where)
         if self.sampling is not None and self.temperature not in (None, self.sampling.temperature):
             raise InvalidRequest(
                 f"{where}: temperature {self.temperature} contradicts sampling.temperature "
@@ -91,7 +100,7 @@ class RolloutRecord:
         if stated is None or temperature is None:
             raise ParityError(
                 f"{where}: mode is {stated}, temperature is {temperature}; log-probs mean nothing without both: "
-                "state them"
+                "state them (scored(mode=...), or zerodrift compare --policy-logprobs)"
             )
         if mode is not None and mode is not stated:
             raise ParityError(f"{where}: the record's mode is {stated.name}, not {mode.name}")
@@ -114,3 +123,27 @@ class RolloutRecord:
             rollout_digests=None if trainer_digests is None else self.row_digests,
             trainer_digests=trainer_digests,
         )
+
+
+def _check_length(name: str, found: int | None, wanted: int, where: str) -> None:
+    if found is not None and found != wanted:
+        raise InvalidRequest(f"{where}: {name} holds {found} positions, must hold {wanted}", field=name)
+
+
+def _check_top(name: str, top: TopLogprobs | None, positions: int, where: str) -> None:
+    if top is None:
+        return
+    if top.token_ids.ndim != 2 or top.token_ids.shape != top.logprobs.shape:
+        raise InvalidRequest(
+            f"{where}: {name} has token_ids {top.token_ids.shape} and logprobs {top.logprobs.shape}; both must be "
+            "[positions, n]",
+            field=name,
+        )
+    _check_length(name, top.token_ids.shape[0], positions, where)
+
+
+def _check_prompt_score(score: PromptScore, positions: int, where: str) -> None:
+    digests = None if score.row_digests is None else score.row_digests.size
+    _check_length("prompt_score.logprobs", score.logprobs.size, positions, where)
+    _check_length("prompt_score.row_digests", digests, positions, where)
+    _check_top("prompt_score.top", score.top, positions, where)

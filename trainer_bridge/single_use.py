@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,12 +15,14 @@ from rollout.config import Settings
 from rollout.errors import InvalidRequest
 from rollout.kernels.registry import kernels_of
 from rollout.model import DTYPES, load_model
-from rollout.types import SamplingParams
+from rollout.types import LogprobMode, SamplingParams
 from trainer_bridge.aio_client import AsyncRolloutClient
 from trainer_bridge.collect import records_of, training_sample
 from trainer_bridge.compare import compare as compare_samples
 from trainer_bridge.forward import TrainingForward
 from trainer_bridge.jsonl import read_rollouts
+from trainer_bridge.kept_rows import KeptRow, keep_rows
+from trainer_bridge.parquet import read_parquet_rollouts
 from trainer_bridge.records import Comparison, ScoredSample
 from trainer_bridge.rollout_record import RolloutRecord
 
@@ -70,13 +73,12 @@ async def generate_rollouts(
     if not prompts:
         raise InvalidRequest("no prompts: give --prompt or --prompts", field="prompt")
     import asyncio
-    import dataclasses
 
     async with service_address(address, settings) as where, AsyncRolloutClient(where) as client:
         calls = [
             client.generate(
                 prompt,
-                dataclasses.replace(sampling, seed=None if sampling.seed is None else sampling.seed + i),
+                replace(sampling, seed=None if sampling.seed is None else sampling.seed + i),
                 n=n,
                 request_id=f"prompt{i}",
                 row_digests=digests,
@@ -89,10 +91,45 @@ async def generate_rollouts(
     return list(zip(records_of(results), texts, strict=True))
 
 
+def read_records(path: Path) -> list[RolloutRecord]:
+    """Records of a file of rollouts, JSON Lines or, by its name's end, Parquet."""
+    return list(read_parquet_rollouts(path) if path.suffix == ".parquet" else read_rollouts(path))
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredFile:
+    """A file of rollouts and what the training forward says of it."""
+
+    samples: list[ScoredSample]
+    kept_rows: list[KeptRow]
+    """the trainer's whole logits rows at the first positions whose digests differ"""
+
+    @property
+    def comparison(self) -> Comparison:
+        """Both sides, by bits."""
+        return compare_samples(self.samples)
+
+
 @torch.no_grad()
-def compare_rollouts(path: Path, settings: Settings, *, micro_batch: int) -> Comparison:
-    """Score every record of a file with the training forward of the configured model, and compare."""
-    records = [r for r in read_rollouts(path) if len(r.token_ids)]
+def score_rollouts(
+    path: Path, settings: Settings, *, micro_batch: int, policy_logprobs: bool = False, keep: int = 0
+) -> ScoredFile:
+    """Score every record of a file with the training forward of the configured model.
+
+    Args:
+        path: JSON Lines or Parquet, ours or another engine's.
+        settings: model and kernels.
+        micro_batch: sequences a forward; changes no bit.
+        policy_logprobs: the caller's word that records without a mode hold C1's policy log-probs: the whole vocabulary,
+            tempered, and at temperature 0 those of temperature 1.
+        keep: how many rows to keep where digests differ.
+
+    Raises:
+        ParityError: a record without a mode, and no such word.
+    """
+    records = [r for r in read_records(path) if len(r.token_ids)]
+    if policy_logprobs:
+        records = [labelled(r) for r in records]
     kernels = kernels_of(settings)
     model = load_model(prepare_model(settings.model.path), dtype=DTYPES[settings.model.dtype], kernels=kernels)
     forward = TrainingForward(model)
@@ -103,9 +140,18 @@ def compare_rollouts(path: Path, settings: Settings, *, micro_batch: int) -> Com
             wants = any(r.row_digests is not None for r in part)
             out = forward([training_sample(r) for r in part], digests=wants)
             for record, logprobs, hashed in zip(part, out.split(), out.split_digests(), strict=True):
-                scored.append(
-                    record.scored(
-                        logprobs.cpu().numpy(), trainer_digests=hashed if record.row_digests is not None else None
-                    )
-                )  # fmt: skip
-    return compare_samples(scored)
+                digests = hashed if record.row_digests is not None else None
+                scored.append(record.scored(logprobs.cpu().numpy(), trainer_digests=digests))
+        return ScoredFile(scored, keep_rows(forward, scored, limit=keep) if keep else [])
+
+
+def labelled(record: RolloutRecord) -> RolloutRecord:
+    """The record, with C1's mode for its temperature where it names none."""
+    if record.mode is not None or record.temperature is None:
+        return record
+    return replace(record, mode=LogprobMode.GREEDY_T1 if record.temperature == 0.0 else LogprobMode.TEMPERED)
+
+
+def compare_rollouts(path: Path, settings: Settings, *, micro_batch: int) -> Comparison:
+    """``score_rollouts``, compared by bits."""
+    return score_rollouts(path, settings, micro_batch=micro_batch).comparison

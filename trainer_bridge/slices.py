@@ -122,14 +122,15 @@ def _sliced(
     distances: dict[Key, list[int]] = {}
     gaps: dict[Key, list[float]] = {}
     for sample in samples:
-        ulps: npt.NDArray[np.int64] = ulp_distance(sample.rollout_logprobs, sample.trainer_logprobs)
-        absolute: Float64Array = np.abs(
-            sample.trainer_logprobs.astype(np.float64) - sample.rollout_logprobs.astype(np.float64)
-        )
-        for i in np.flatnonzero(sample.mask):
-            where = key(sample, int(i))
-            distances.setdefault(where, []).append(int(ulps[i]))
-            gaps.setdefault(where, []).append(float(absolute[i]))
+        # Selected first: what stands at mask 0 enters no arithmetic.
+        at = np.flatnonzero(sample.mask)
+        rollout, trainer = sample.rollout_logprobs[at], sample.trainer_logprobs[at]
+        ulps: npt.NDArray[np.int64] = ulp_distance(rollout, trainer)
+        absolute: Float64Array = np.abs(trainer.astype(np.float64) - rollout.astype(np.float64))
+        for i, ulp, gap in zip(at.tolist(), ulps.tolist(), absolute.tolist(), strict=True):
+            where = key(sample, i)
+            distances.setdefault(where, []).append(ulp)
+            gaps.setdefault(where, []).append(gap)
     return [
         Slice(
             key=name(k),

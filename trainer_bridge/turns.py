@@ -87,6 +87,9 @@ def merge_turns(turns: Sequence[RolloutRecord], *, max_tokens: int | None = None
         weight_version=last.weight_version,
         manifest_digest=first.manifest_digest if len({turn.manifest_digest for turn in turns}) == 1 else None,
         temperature=first.temperature,
+        # A tool's tokens have no alternatives, so a row of several turns has none.
+        top=first.top if len(turns) == 1 else None,
+        prompt_score=first.prompt_score,
     )
     _check_conservation(turns, merged)
     return merged

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,7 @@ def overrides(folder: Path, extra: Sequence[str] = ()) -> list[str]:
         f"actor_rollout_ref.model.path={folder}/model",
         f"reward.custom_reward_function.path={Path(__file__).with_name('task.py')}",
         f"trainer.default_local_dir={folder}/checkpoints",
+        f"trainer.rollout_data_dir={folder}/rollouts",
         "trainer.logger=[console,file]",
         *extra,
     ]
@@ -54,6 +56,15 @@ def compose(folder: Path, extra: Sequence[str] = ()) -> Any:
     config_dir = Path(verl.__file__).parent / "trainer" / "config"
     with initialize_config_dir(config_dir=str(config_dir), version_base=None):
         return hydra_compose(config_name="ppo_trainer", overrides=overrides(folder, extra))
+
+
+def sampled(folder: Path) -> str:
+    """SHA-256 over every step's prompts and answers as veRL dumped them; V1 writes rows as they end, so sorted."""
+    state = hashlib.sha256()
+    for file in sorted((folder / "rollouts").glob("*.jsonl"), key=lambda path: int(path.stem)):
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        state.update(json.dumps(sorted((row["input"], row["output"]) for row in rows)).encode())
+    return state.hexdigest()
 
 
 @contextlib.contextmanager

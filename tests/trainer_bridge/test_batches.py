@@ -12,7 +12,7 @@ import torch
 from rollout.errors import InvalidRequest
 from rollout.types import VersionSpan
 from tests.trainer_bridge.samples import f32
-from trainer_bridge.batches import samples_from_arrays, samples_from_dataproto, samples_from_nested
+from trainer_bridge.batches import column, samples_from_arrays, samples_from_dataproto, samples_from_nested
 from trainer_bridge.compare import compare
 
 NAN = float("nan")
@@ -74,6 +74,37 @@ def test_nested_rows_give_the_same_comparison() -> None:
     padded = samples_from_dataproto(data)
     assert [s.token_ids.tolist() for s in nested] == [s.token_ids.tolist() for s in padded]
     assert compare(nested).tokens == compare(padded).tokens == 5 and compare(nested).bitwise_equal
+
+
+def test_row_digests_of_both_sides_count_in_both_layouts() -> None:
+    data = dataproto()
+    big = 2**64 - 7
+    data.non_tensor_batch["zerodrift"][0]["row_digests"] = [big, 5]
+    data.batch["row_digests"] = torch.tensor([[big - 2**64, 5, 0, 0], [1, 2, 3, 4]])
+    nested: dict[str, Any] = {
+        name: [row[:n] for row, n in zip(data.batch[name], (2, 4), strict=True)]
+        for name in ("old_log_probs", "rollout_log_probs", "response_mask", "responses", "row_digests")
+    }
+    nested |= {name: data.non_tensor_batch[name] for name in ("zerodrift", "uid")}
+    for samples in (samples_from_dataproto(data), samples_from_nested(nested, temperature=0.7)):
+        found = compare(samples)
+        # The second row has two turns, and verl keeps the first turn's digests only.
+        assert found.bitwise_equal and found.digests_equal == found.digests_total == 2
+        assert (samples[0].request_id, samples[0].seed, samples[0].replica) == ("u/0", 1, "r0")
+    data.batch["row_digests"][0, 1] += 1
+    assert compare(samples_from_dataproto(data)).digests_equal == 1
+
+
+def test_extra_fields_are_found_as_columns_or_together() -> None:
+    """V0 makes a column of each, V1 keeps them in one dictionary a row."""
+    rows = [{"zerodrift": {"seed": 4}, "min_global_steps": 2}, {"zerodrift": {"seed": 5}, "min_global_steps": 3}]
+    apart = {name: np.array([row[name] for row in rows], object) for name in rows[0]}
+    for data in (apart, {"extra_fields": rows}):
+        assert column(data, "min_global_steps") == [2, 3]
+        assert column(data, "zerodrift") == [{"seed": 4}, {"seed": 5}]
+        assert column(data, "nonesuch") is None
+    assert column({"extra_fields": [None, {"a": 0}]}, "a") == [None, 0] and column({}, "a") is None
+    assert column({"a": torch.tensor([1, 2])}, "a") == [1, 2]
 
 
 def test_arrays_of_any_engine() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import numpy as np
 
-from rollout.types import FinishDetail, FinishReason, LogprobMode, SamplingParams, VersionSpan
+from rollout.types import FinishDetail, FinishReason, LogprobMode, SamplingParams, TopLogprobs, VersionSpan
 from trainer_bridge.collect import TokenDigest, records_of, training_sample
+from trainer_bridge.rollout_record import RolloutRecord
 from trainer_bridge.wire import GenerateResult, SampledSequence
+from trainer_bridge.wire.result import PromptScore
 
 
 def _result(salt: float = 0.0) -> GenerateResult:
@@ -25,6 +29,22 @@ def test_records_keep_everything() -> None:
     assert record.finish is FinishReason.STOP and record.token_ids.tolist() == [4, 1]
     sample = training_sample(record)
     assert sample.prompt_ids.tolist() == [7, 8] and sample.temperature == 0.5
+
+
+def test_a_record_keeps_every_field_that_the_client_receives() -> None:
+    """A field that is new in the result must reach the record, or be left out here by name."""
+    renamed = {"prompt": "prompt_score"}
+    left_out = {"text", "num_cached_tokens", "samples"}
+    kept = {field.name for field in fields(RolloutRecord)}
+    for source in (SampledSequence, GenerateResult):
+        names = {renamed.get(field.name, field.name) for field in fields(source)} - left_out
+        assert names <= kept, names - kept
+    top = TopLogprobs(np.zeros((2, 3), np.int32), np.zeros((2, 3), np.float32))
+    prompt = PromptScore(np.array([-0.5], np.float32), 3, None, None)
+    result = _result()
+    result = replace(result, samples=(replace(result.samples[0], top=top),), prompt=prompt)
+    (record,) = records_of([result])
+    assert record.top is top and record.prompt_score is prompt
 
 
 def test_the_digest_knows_every_bit_and_the_order() -> None:

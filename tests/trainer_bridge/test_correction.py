@@ -11,8 +11,8 @@ import torch
 from rollout.errors import ConfigError, InvalidRequest
 from trainer_bridge.correction import correct
 from trainer_bridge.correction_config import RS_OPTIONS, CorrectionConfig
+from trainer_bridge.masked import masked_log_ratio, token_ratio
 from trainer_bridge.offpolicy import offpolicy_metrics, probability_metrics
-from trainer_bridge.ratio import masked_log_ratio, token_ratio
 
 CONFIGS = [
     CorrectionConfig(),
@@ -179,6 +179,7 @@ def test_no_token_is_refused_and_no_data_is_nan() -> None:
         {"rollout_is": "token", "rollout_is_threshold": "a_b"},
         {"rollout_rs": "token_k4", "rollout_rs_threshold": 1.0},
         {"rollout_rs": "token_k1"},
+        {"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5},
         {"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1_1"},
         {"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "1,2,3"},
         {"rollout_rs": " , ", "rollout_rs_threshold": "1"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.errors import InvalidRequest
-from rollout.types import FinishReason, LogprobMode, SamplingParams, VersionSpan
+from rollout.types import FinishReason, LogprobMode, SamplingParams, TopLogprobs, VersionSpan
 from tests.trainer_bridge.samples import f32, record
 from trainer_bridge.jsonl import RolloutRecord, decode, encode, read_rollouts, write_rollouts
 from trainer_bridge.jsonl_line import _SAMPLING_TYPES
+from trainer_bridge.wire.result import PromptScore
 
 
-def same(left: RolloutRecord, right: RolloutRecord) -> bool:
-    for field in fields(RolloutRecord):
-        a, b = getattr(left, field.name), getattr(right, field.name)
-        if isinstance(a, np.ndarray):
-            if not isinstance(b, np.ndarray) or a.dtype != b.dtype or a.tobytes() != b.tobytes():
-                return False
-        elif a != b or type(a) is not type(b):
-            return False
-    return True
+def same(left: Any, right: Any) -> bool:
+    """Equal fields, arrays by dtype, shape and bytes, through the records inside."""
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        return (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, (RolloutRecord, TopLogprobs, PromptScore)):
+        return all(same(getattr(left, field.name), getattr(right, field.name)) for field in fields(left))
+    return bool(left == right)
+
+
+def alternatives(positions: int, width: int) -> TopLogprobs:
+    """Ids, and log-probs with bits that no short decimal has."""
+    values = np.linspace(-3, -0.1, positions * width, dtype=np.float32).reshape(positions, width)
+    return TopLogprobs(np.arange(positions * width, dtype=np.int32).reshape(positions, width), values)
 
 
 def rich() -> RolloutRecord:
@@ -45,6 +52,8 @@ def rich() -> RolloutRecord:
         replica="w0",
         weight_version=2,
         manifest_digest="ab",
+        top=alternatives(3, 4),
+        prompt_score=PromptScore(f32([-0.3, -7.0]), 2, np.array([2**64 - 1, 1], dtype=np.uint64), alternatives(2, 4)),
     )
 
 
@@ -180,6 +189,32 @@ def test_another_engines_minimal_line_leaves_absent_what_it_does_not_say() -> No
     absent = (got.finish, got.seed, got.mode, got.sampling, got.behavior_logprobs, got.replica, got.weight_version)
     assert absent == (None,) * 7
     assert got.scored(f32([-0.1, 0.0]), mode=LogprobMode.TEMPERED).finish is None
+
+
+def test_lines_of_the_first_version_are_read_and_hold_no_alternatives() -> None:
+    line = json.loads(encode(rich()))
+    first = {key: value for key, value in line.items() if key not in ("top", "prompt_score")}
+    got = decode(json.dumps(first | {"format": "zerodrift.rollout/1"}), 1)
+    assert same(got, replace(rich(), top=None, prompt_score=None))
+    with pytest.raises(InvalidRequest, match=r"'prompt_score': unknown in a zerodrift\.rollout/1 line"):
+        decode(json.dumps(line | {"format": "zerodrift.rollout/1"}), 1)
+    with pytest.raises(InvalidRequest, match=r"'prompt_score': missing from a zerodrift\.rollout/2 line"):
+        decode(changed(prompt_score=...), 1)
+
+
+def test_alternatives_must_fit_their_positions() -> None:
+    top = json.loads(encode(rich()))["top"]
+    with pytest.raises(InvalidRequest, match="top holds 2 positions, must hold 3"):
+        decode(changed(top=top | {"width": 6}), 1)
+    with pytest.raises(InvalidRequest, match="12 ids and 12 log-probs, must hold 5 each"):
+        decode(changed(top=top | {"width": 5}), 1)
+    with pytest.raises(InvalidRequest, match="logprobs_bits"):
+        decode(changed(top=top | {"logprobs": [0.0, *top["logprobs"][1:]]}), 1)
+    prompt = json.loads(encode(rich()))["prompt_score"]
+    with pytest.raises(InvalidRequest, match=r"prompt_score\.logprobs holds 2 positions, must hold 1"):
+        decode(changed(prompt_ids=[5, 6]), 1)
+    with pytest.raises(InvalidRequest, match=r"prompt_score\.row_digests holds 1 positions"):
+        decode(changed(prompt_score=prompt | {"row_digests": prompt["row_digests"][:16]}), 1)
 
 
 @pytest.mark.parametrize("extra", ['"top_p":1', '"format":null'])

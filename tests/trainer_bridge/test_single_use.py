@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import typer
+from typer.testing import CliRunner
 
 from rollout.config import load_settings
-from rollout.errors import InvalidRequest
+from rollout.errors import InvalidRequest, ParityError
+from rollout.logprobs import row_digests
 from rollout.types import SamplingParams
+from trainer_bridge.cli import register
 from trainer_bridge.jsonl import write_rollouts
 from trainer_bridge.rollout_record import RolloutRecord
-from trainer_bridge.single_use import compare_rollouts, generate_rollouts, read_prompts
+from trainer_bridge.single_use import compare_rollouts, generate_rollouts, read_prompts, score_rollouts
 
 
 async def test_generated_rollouts_compare_equal_and_a_changed_bit_does_not(
@@ -42,6 +50,63 @@ async def test_generated_rollouts_compare_equal_and_a_changed_bit_does_not(
     other = compare_rollouts(tmp_path / "b.jsonl", settings, micro_batch=2)
     assert other.unequal_tokens == 1 and other.first_mismatch is not None
     assert (other.first_mismatch.request_id, other.first_mismatch.position) == ("prompt1", 1)
+
+
+async def test_a_file_of_another_engine_needs_the_callers_word_for_what_it_holds(
+    tiny_qwen3_path: Path, tmp_path: Path
+) -> None:
+    """Minimal lines, as JSONL and as Parquet, greedy beside sampled: refused, and exact once the meaning is stated."""
+    settings = load_settings(None, [f"model.path={tiny_qwen3_path}", "server.port=0", "engine.kv_cache_tokens=4096"])
+    rows: list[dict[str, Any]] = []
+    for temperature in (0.0, 0.7):
+        sampling = SamplingParams(seed=3, max_tokens=6, temperature=temperature)
+        ((record, _),) = await generate_rollouts(
+            [(5, 6, 7)], sampling, n=1, digests=False, address=None, settings=settings
+        )
+        ids = {"prompt_ids": record.prompt_ids.tolist(), "token_ids": record.token_ids.tolist()}
+        rows.append(ids | {"logprobs": record.policy_logprobs.tolist(), "temperature": temperature})
+    jsonl, parquet = tmp_path / "theirs.jsonl", tmp_path / "theirs.parquet"
+    jsonl.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    arrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow (extra verl or dashboard)")
+    pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist(rows), parquet)
+    for path in (jsonl, parquet):
+        with pytest.raises(ParityError, match="--policy-logprobs"):
+            score_rollouts(path, settings, micro_batch=2)
+        found = score_rollouts(path, settings, micro_batch=2, policy_logprobs=True)
+        assert found.comparison.bitwise_equal and found.comparison.tokens == 12
+    rows[1]["temperature"] = 1.0
+    jsonl.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert not score_rollouts(jsonl, settings, micro_batch=2, policy_logprobs=True).comparison.bitwise_equal
+
+
+async def test_compare_on_the_command_line_says_where_and_keeps_rows(tiny_qwen3_path: Path, tmp_path: Path) -> None:
+    options = [f"model.path={tiny_qwen3_path}", "server.port=0", "engine.kv_cache_tokens=4096"]
+    sampling = SamplingParams(seed=3, max_tokens=20, temperature=0.8)
+    made = await generate_rollouts(
+        [(5, 6, 7)], sampling, n=2, digests=True, address=None, settings=load_settings(None, options)
+    )
+    records = [record for record, _ in made]
+    assert records[1].row_digests is not None
+    digests, logprobs = records[1].row_digests.copy(), records[1].policy_logprobs.copy()
+    digests[17] += np.uint64(1)
+    logprobs.view(np.int32)[17] += 3
+    broken = replace(records[1], row_digests=digests, policy_logprobs=logprobs, behavior_logprobs=logprobs)
+    write_rollouts(tmp_path / "r.jsonl", [records[0], broken])
+    out, rows = tmp_path / "c.json", tmp_path / "rows.npz"
+    app = typer.Typer()
+    register(app)
+    asked = ["--json", str(out), "--positions", "8", "--keep-rows", str(rows)]
+    result = CliRunner().invoke(app, ["compare", str(tmp_path / "r.jsonl"), *asked, *options])
+    assert result.exit_code == 1, result.output
+    assert "worst tokens" in result.output and "aligned; mean |d|" in result.output
+    figures = json.loads(out.read_text(encoding="utf-8"))
+    assert figures["unequal_tokens"] == 1 and figures["breakdown"]["worst"][0]["ulp"] == 3
+    positions = {s["key"]: s["tokens"] - s["equal_tokens"] for s in figures["breakdown"]["slices"]["position"]}
+    assert positions == {"0-7": 0, "8-15": 0, "16-23": 1}
+    assert figures["breakdown"]["verl"]["training/rollout_probs_diff_valid"] == 1.0
+    with np.load(rows) as kept:
+        assert kept["position"].tolist() == [17] and kept["logits"].dtype == np.float32
+        assert int(row_digests(torch.from_numpy(kept["logits"]), 64)[0]) == int(kept["trainer_digest"][0])
 
 
 async def test_the_priority_reaches_the_service(tiny_qwen3_path: Path) -> None:

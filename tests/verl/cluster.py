@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,21 @@ from trainer_bridge.verl.checkpoint import server_names
 
 STANDALONE = (
     "actor_rollout_ref.rollout.nnodes=1",
-    "actor_rollout_ref.rollout.n_gpus_per_node=2",
+    "actor_rollout_ref.rollout.n_gpus_per_node=3",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=3",
+    "+actor_rollout_ref.rollout.engine_kwargs.zerodrift.row_digests=True",
     "actor_rollout_ref.rollout.checkpoint_engine.backend=zerodrift",
     "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=trainer_bridge.verl.checkpoint",
 )
-"""Two replicas apart from the trainer, weights over gRPC."""
-LOOPS = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={Path(__file__).with_name('loops.yaml')}"
+"""Three replicas apart from the trainer, weights over gRPC."""
+HERE = Path(__file__).parent
+LOOPS = (
+    f"actor_rollout_ref.rollout.agent.agent_loop_config_path={HERE / 'loops.yaml'}",
+    f"actor_rollout_ref.rollout.multi_turn.function_tool_path={HERE / 'tool.py'}",
+    "actor_rollout_ref.rollout.multi_turn.format=zerodrift_test",
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2",
+)
+"""A loop of our own, and what verl's tool loop needs."""
 FLOAT32 = (
     "actor_rollout_ref.rollout.dtype=float32",
     "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32",
@@ -71,6 +79,7 @@ class Cluster:
         output = self.actors.compute_log_prob(rows)
         log_probs = no_padding_2_padding(tu.get(output, "log_probs"), rows).float()
         data.batch["old_log_probs"] = log_probs
+        data.batch["row_digests"] = no_padding_2_padding(tu.get(output, "row_digests"), rows)
         return data
 
     def learn(self, data: DataProto, seed: int = 0) -> dict[str, Any]:
@@ -112,8 +121,8 @@ def batch_of(prompts: Sequence[str], n: int) -> DataProto:
     return DataProto(non_tensor_batch={"raw_prompt": messages, "index": np.arange(len(rows))})
 
 
-def start(folder: Path, extra: Sequence[str] = ()) -> Cluster:
-    """Servers, loops, one FSDP worker and the checkpoint manager, all verl's."""
+def start(folder: Path, extra: Sequence[str] = (), ranks: int = 2) -> Cluster:
+    """Servers, loops, FSDP workers and the checkpoint manager, all verl's."""
     from verl.checkpoint_engine import CheckpointEngineManager
     from verl.experimental.agent_loop import AgentLoopManager
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -121,11 +130,11 @@ def start(folder: Path, extra: Sequence[str] = ()) -> Cluster:
     from verl.workers.engine_workers import ActorRolloutRefWorker
     from verl.workers.rollout.llm_server import LLMServerManager
 
-    config = compose(folder, [*STANDALONE, LOOPS, *extra])
+    config = compose(folder, [*STANDALONE, *LOOPS, *extra])
     servers = LLMServerManager.create(config=config)
     loops = AgentLoopManager.create(config=config, llm_client=servers.get_client())
     actors = RayWorkerGroup(
-        resource_pool=RayResourcePool([1], use_gpu=True, max_colocate_count=1),
+        resource_pool=RayResourcePool([ranks], use_gpu=True, max_colocate_count=1),
         ray_cls_with_init=RayClassWithInitArgs(
             ray.remote(ActorRolloutRefWorker), config=config.actor_rollout_ref, role="actor"
         ),
@@ -140,6 +149,14 @@ def start(folder: Path, extra: Sequence[str] = ()) -> Cluster:
     return Cluster(config, servers, loops, actors, checkpoints)
 
 
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait for another process's state."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.05)
+
+
 def stop(cluster: Cluster) -> None:
     """End every actor that was started."""
     for handle in [
@@ -151,7 +168,4 @@ def stop(cluster: Cluster) -> None:
     ]:
         ray.kill(handle)
     # A name is free only once its actor is gone, and the next cluster uses the same names.
-    deadline = time.monotonic() + 60
-    while server_names() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not server_names()
+    until(lambda: not server_names())

@@ -35,5 +35,8 @@ def verl_ray() -> Iterator[None]:
     """One Ray cluster for all tests against verl."""
     from examples.verl_grpo_cpu.run import environment, ray_on_the_cpu
 
-    with ray_on_the_cpu(environment()):
+    # verl's wheel ships a package called tests, so workers find our loop by its own name.
+    variables = environment()
+    variables["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), variables["PYTHONPATH"]])
+    with ray_on_the_cpu(variables):
         yield

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
+import struct
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from verl import DataProto
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.utils.debug.metrics import calculate_debug_metrics
 
+from rollout.errors import ConfigError, InvalidRequest
 from trainer_bridge.correction import correct
 from trainer_bridge.correction_config import RS_OPTIONS, CorrectionConfig
 from trainer_bridge.offpolicy import probability_metrics
@@ -21,7 +25,9 @@ from trainer_bridge.offpolicy import probability_metrics
 def batch(seed: int, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Random log-probs, with the edges that a trainer meets."""
     draw = np.random.default_rng(seed)
-    rows, width = (1, 1) if kind == "one token" else (int(draw.integers(1, 7)), int(draw.integers(1, 40)))
+    rows, width = int(draw.integers(1, 7)), int(draw.integers(1, 40))
+    # Wide and tall enough that torch sums in pieces, in an order of its own.
+    rows, width = {"one token": (1, 1), "wide": (2, 6000), "tall": (700, 9)}.get(kind, (rows, width))
     rollout = -draw.exponential(1.5, (rows, width)).astype(np.float32)
     trainer = (rollout + draw.normal(0, 0.4, (rows, width))).astype(np.float32)
     mask = (draw.random((rows, width)) < 0.6).astype(np.int64)
@@ -30,14 +36,40 @@ def batch(seed: int, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
         mask[-1] = 0
     if kind == "infinite":
         trainer[0, 0] = -np.inf
+    if kind == "infinite rollout":
+        rollout[0, 0] = -np.inf
+    if kind == "both infinite":
+        trainer[0, 0] = rollout[0, 0] = -np.inf
+    if kind == "not a number":
+        trainer[-1, -1] = np.nan
+        mask[-1, -1] = 1
+    if kind == "most rows empty":
+        mask[1:] = 0
+    if kind == "whole rows":
+        mask[:] = 1
     if kind == "huge":
         trainer[0] -= 60.0
     if kind == "equal":
         trainer = rollout.copy()
-    return torch.from_numpy(trainer), torch.from_numpy(rollout), torch.from_numpy(mask)
+    tensors = torch.from_numpy(trainer), torch.from_numpy(rollout), torch.from_numpy(mask)
+    return (*tensors[:2], tensors[2].float()) if kind == "float mask" else tensors
 
 
-KINDS = ("plain", "one token", "empty rows", "infinite", "huge", "equal")
+KINDS = (
+    *(
+        "plain",
+        "one token",
+        "empty rows",
+        "most rows empty",
+        "whole rows",
+        "float mask",
+        "equal",
+        "huge",
+        "wide",
+        "tall",
+    ),
+    *("infinite", "infinite rollout", "both infinite", "not a number"),
+)
 CONFIGS: list[dict[str, Any]] = [
     {},
     {"rollout_is": "token", "rollout_is_threshold": 2.0},
@@ -50,12 +82,15 @@ CONFIGS: list[dict[str, Any]] = [
 
 
 def same(left: float, right: float) -> bool:
-    return left == right or (math.isnan(left) and math.isnan(right))
+    """Equal float32 bits; any NaN is one NaN. Both are float32 values that ``item()`` widened."""
+    if math.isnan(left) or math.isnan(right):
+        return math.isnan(left) and math.isnan(right)
+    return struct.pack("<d", left) == struct.pack("<d", right)
 
 
 @pytest.mark.parametrize(("kind", "config"), list(itertools.product(KINDS, CONFIGS)), ids=str)
 def test_correction_is_verls(kind: str, config: dict[str, Any]) -> None:
-    for seed in range(12):
+    for seed in range(3 if kind in ("wide", "tall") else 12):
         trainer, rollout, mask = batch(seed, kind)
         try:
             weights, kept, want = compute_rollout_correction_and_rejection_mask(trainer, rollout, mask, **config)
@@ -93,6 +128,80 @@ def test_probability_metrics_are_verls(kind: str) -> None:
         assert got.keys() == want.keys()
         wrong = {k: (got[k], want[k]) for k in want if not same(got[k], float(want[k]))}
         assert not wrong, (seed, wrong)
+
+
+THRESHOLDS = st.floats(0.01, 30).map(lambda value: round(value, 3))
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(KINDS[:8]),
+    st.sampled_from([None, "token", "sequence"]),
+    st.sampled_from(RS_OPTIONS),
+    THRESHOLDS,
+    THRESHOLDS,
+    st.booleans(),
+)
+def test_correction_is_verls_at_any_threshold(
+    seed: int, kind: str, level: str | None, option: str, first: float, second: float, normalise: bool
+) -> None:
+    low, high = sorted((first, second))
+    config = {
+        "rollout_is": level,
+        "rollout_is_threshold": high if seed % 2 else f"{low}_{high}",
+        "rollout_is_batch_normalize": normalise,
+        "rollout_rs": option,
+        "rollout_rs_threshold": f"{low}_{high}" if option.endswith("k1") and seed % 3 else str(high),
+    }
+    trainer, rollout, mask = batch(seed, kind)
+    try:
+        weights, kept, want = compute_rollout_correction_and_rejection_mask(trainer, rollout, mask, **config)
+    except ZeroDivisionError:
+        got = correct(trainer, rollout, mask, CorrectionConfig(**config), drop_empty=False)
+        assert got.metrics["rollout_corr/rollout_is_eff_sample_size"] == 0.0
+        return
+    except ValueError:
+        with pytest.raises(ConfigError):
+            CorrectionConfig(**config)
+        return
+    got = correct(trainer, rollout, mask, CorrectionConfig(**config), drop_empty=False)
+    assert got.metrics.keys() == want.keys()
+    wrong = {k: (got.metrics[k], want[k]) for k in want if not same(got.metrics[k], want[k])}
+    assert not wrong
+    assert torch.equal(got.mask, kept)
+    assert (weights is None) == (got.weights is None)
+    if weights is not None and got.weights is not None:
+        theirs = weights.batch["rollout_is_weights"]
+        assert torch.equal(got.weights.view(torch.int32), theirs.view(torch.int32))
+
+
+def test_a_batch_without_a_token_is_refused_as_verl_refuses_it() -> None:
+    trainer, rollout, mask = batch(0, "plain")
+    with pytest.raises(ValueError, match="mask"):
+        compute_rollout_correction_and_rejection_mask(trainer, rollout, torch.zeros_like(mask))
+    with pytest.raises(InvalidRequest, match="no token has mask 1"):
+        correct(trainer, rollout, torch.zeros_like(mask), CorrectionConfig())
+
+
+def test_correction_that_stays_on_changes_no_bit_of_an_exact_run() -> None:
+    """What docs/verl.md says of the fall back: weights are exactly 1, so verl's loss and gradient are the same bits."""
+    from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
+    from verl.workers.config import ActorConfig
+
+    trainer, rollout, mask = batch(3, "equal")
+    advantages = torch.randn(trainer.shape, generator=torch.Generator().manual_seed(0))
+    weights = correct(trainer, rollout, mask, CorrectionConfig("token", 2.0)).weights
+    config = ActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
+    results = []
+    for factor in (None, weights):
+        leaf = trainer.clone().requires_grad_()
+        loss, _ = compute_policy_loss_vanilla(trainer, leaf, advantages, mask, config=config, rollout_is_weights=factor)
+        loss.backward()
+        assert leaf.grad is not None
+        results.append((loss.detach(), leaf.grad))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+    assert results[0][1].abs().sum() > 0
 
 
 def test_the_comparison_can_fail() -> None:

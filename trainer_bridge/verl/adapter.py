@@ -16,7 +16,7 @@ from verl.workers.rollout.utils import ensure_async_iterator
 from rollout.errors import UnsupportedFeature
 from rollout.types import ServerInfo, UpdatePolicy
 from trainer_bridge.aio_client import AsyncRolloutClient
-from trainer_bridge.verl.align_state import trainer_manifest
+from trainer_bridge.verl.align_state import aligned_process, trainer_manifest
 from trainer_bridge.verl.options import NAME, read_options
 from trainer_bridge.verl.replica import server_name
 from trainer_bridge.verl.sync import check_manifests, push_weights
@@ -81,6 +81,8 @@ class ServerAdapter(BaseRollout):
             )
         # Every rank must walk the generator: gathering a sharded tensor is a collective.
         listed = [(name, tensor) async for name, tensor in ensure_async_iterator(weights)]
+        if self._colocated:
+            aligned_process().serving(global_steps, UpdatePolicy(self.options.update_policy))
         if not self._sends:
             return
         try:

@@ -1,8 +1,9 @@
 """verl's ``model.external_lib``: makes its FSDP actor (and reference) compute with the rollout's bits.
 
-Importing it changes verl's FSDP engine in this process, in three places: a built module is aligned before FSDP wraps
-it; every batch, forward and backward, runs in the kernel set's invariant mode; and logits become log-probs by C1. The
-last replaces two steps of verl's unfused path: the temperature, which verl rounds to the logits' dtype (0.7 becomes
+Importing it changes verl's FSDP engine in this process, in four places: a built module is aligned before FSDP wraps
+it; every batch, forward and backward, runs in the kernel set's invariant mode, and scored ones pass the gates of
+``actor_gate``; where the rollout sent row digests they are taken here too; and logits become log-probs by C1. The last
+replaces two steps of verl's unfused path: the temperature, which verl rounds to the logits' dtype (0.7 becomes
 0.69921875 in bfloat16), and log-softmax over logits in that dtype. Here both are float32, as in the rollout.
 
 Settings come from ``ZERODRIFT_KERNELS__NAME`` and ``ZERODRIFT_ENGINE__PAGE_SIZE``, as for the service; the handshake
@@ -16,16 +17,19 @@ import functools
 import logging
 from typing import Any
 
+import numpy as np
 import torch
 
 from rollout.config import load_settings
 from rollout.errors import ParityError, UnsupportedFeature
 from rollout.kernels.base import KernelSet
 from rollout.kernels.registry import resolve_kernels
+from rollout.logprobs import row_digests
 from trainer_bridge.aligned import aligned_logprobs, aligned_manifest, install
 from trainer_bridge.aligned_attention import register_training_interface
-from trainer_bridge.verl.align_state import remember
-from trainer_bridge.verl.step_zero import check_first_batch
+from trainer_bridge.batches import DIGESTS
+from trainer_bridge.verl.actor_gate import check_scored_batch, wants_digests
+from trainer_bridge.verl.align_state import aligned_process, remember
 
 log = logging.getLogger(__name__)
 _MARK = "_zerodrift_aligned"
@@ -93,7 +97,7 @@ def apply() -> None:
     register_training_interface()
     if getattr(transformer_impl, _MARK, False):
         return
-    for name in ("_scale_logits_by_temperature", "logprobs_from_logits", "FSDPEngine"):
+    for name in ("_scale_logits_by_temperature", "logprobs_from_logits", "FSDPEngine", "FSDPEngineWithLMHead"):
         if not hasattr(transformer_impl, name):
             raise ParityError(f"verl's FSDP engine has no {name}; this verl is not the one that was aligned (0.9.1)")
     transformer_impl._scale_logits_by_temperature = scale_logits
@@ -101,6 +105,8 @@ def apply() -> None:
     engine = transformer_impl.FSDPEngine
     engine._build_module = _aligned_build(engine._build_module)
     engine.forward_backward_batch = _in_invariant_mode(engine.forward_backward_batch)
+    scoring = transformer_impl.FSDPEngineWithLMHead
+    scoring.prepare_model_outputs = _with_digests(scoring.prepare_model_outputs)
     setattr(transformer_impl, _MARK, True)
     log.info("verl's FSDP engine is aligned with the rollout")
 
@@ -126,10 +132,35 @@ def _in_invariant_mode(original: Any) -> Any:
         with trainer_kernels().invariant_mode():
             output = original(self, data, loss_function, forward_only=forward_only)
         if forward_only:
-            check_first_batch(self, data, output)
+            check_scored_batch(self, data, output)
+        elif self.model_config.model_type == "language_model":
+            # An optimizer step follows: what the rollout serves is no longer what this process holds.
+            aligned_process().served_step = None
         return output
 
     return batch
+
+
+def _with_digests(original: Any) -> Any:
+    @functools.wraps(original)
+    def outputs(self: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
+        found = None
+        if not torch.is_grad_enabled() and wants_digests(micro_batch):
+            if not output_args or "input_ids_rmpad_rolled" not in output_args:
+                raise UnsupportedFeature(
+                    "row digests in the actor need actor_rollout_ref.model.use_remove_padding=true"
+                )
+            logits = output.logits.squeeze(0)
+            logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+            # Before the original, which may scale in place.
+            digests = row_digests(logits, self.module.config.vocab_size).view(np.int64)
+            found = self._gather_and_unpad_packed(torch.from_numpy(digests), output_args["pad_size"])
+        made = original(self, output, output_args, micro_batch, logits_processor_func)
+        if found is not None:
+            made[DIGESTS] = torch.nested.nested_tensor_from_jagged(found, micro_batch["input_ids"].offsets().cpu())
+        return made
+
+    return outputs
 
 
 apply()

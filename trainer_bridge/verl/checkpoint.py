@@ -7,6 +7,7 @@ workers look on.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -22,7 +23,7 @@ from rollout.types import UpdatePolicy
 from trainer_bridge.aio_client import AsyncRolloutClient
 from trainer_bridge.handshake import Mode
 from trainer_bridge.verl.adapter import DIRECT
-from trainer_bridge.verl.align_state import trainer_manifest
+from trainer_bridge.verl.align_state import aligned_process, trainer_manifest
 from trainer_bridge.verl.options import NAME
 from trainer_bridge.verl.sync import check_manifests, push_weights
 
@@ -79,6 +80,7 @@ class GrpcCheckpointEngine(CheckpointEngine):
         """
         # Every rank walks the generator: gathering a sharded tensor is a collective.
         listed: list[tuple[str, torch.Tensor]] = [item async for item in ensure_async_iterator(weights)]
+        aligned_process().serving(global_steps, self._policy)
         if not self._sends:
             return {}
         served = [await self._serve(name, listed, global_steps) for name in server_names()]
@@ -87,20 +89,25 @@ class GrpcCheckpointEngine(CheckpointEngine):
         return {"zerodrift/services_updated": float(sum(served))}
 
     async def _serve(self, name: str, listed: list[tuple[str, torch.Tensor]], global_steps: int | None) -> bool:
-        server: Any
         try:
-            server = ray.get_actor(name)
+            server: Any = ray.get_actor(name)
             address: str = await server.get_server_address.remote()
-            # verl also syncs within a step, without naming it.
-            step: int = await server.get_global_steps.remote() if global_steps is None else int(global_steps)
         except (ValueError, RayActorError) as error:
             log.error("%s is dead and gets no weights: %s", name, error)
             return False
-        async with AsyncRolloutClient(address, timeout_s=self._timeout_s) as client:
-            info = await client.info()
-            if not self._checked:
-                check_manifests(info, trainer_manifest(), self._handshake)
-            state = await push_weights(client, listed, step=step, policy=self._policy, info=info)
+        try:
+            # verl also syncs within a step, without naming it.
+            step: int = await server.get_global_steps.remote() if global_steps is None else int(global_steps)
+            async with AsyncRolloutClient(address, timeout_s=self._timeout_s) as client:
+                info = await client.info()
+                if not self._checked:
+                    check_manifests(info, trainer_manifest(), self._handshake)
+                state = await push_weights(client, listed, step=step, policy=self._policy, info=info)
+        except (ReplicaUnavailable, RayActorError) as error:
+            log.error("%s cannot take weights: %s", name, error)
+            with contextlib.suppress(RayActorError):
+                await server.fence.remote(f"its service missed the weights of step {global_steps}: {error}")
+            return False
         self._checked = True
         await server.set_global_steps.remote(step, state.version)
         return True

@@ -10,6 +10,7 @@ import importlib.metadata
 import logging
 
 from rollout.errors import UnsupportedFeature
+from trainer_bridge.verl import sample_index
 from trainer_bridge.verl.options import NAME
 from trainer_bridge.verl.record import install as record_steps
 
@@ -40,6 +41,7 @@ def register() -> None:
     record_steps()
     RolloutReplicaRegistry.register(NAME, _replica_class)
     _ROLLOUT_REGISTRY[NAME, "async"] = "trainer_bridge.verl.adapter.ServerAdapter"
+    sample_index.install()
 
 
 def _replica_class() -> type:

@@ -38,6 +38,7 @@ class Router:
         self._dead: dict[str, str] = {}
         self._sticky: OrderedDict[str, str] = OrderedDict()
         self._trajectories = Trajectories()
+        self._made_again = 0
 
     async def acquire_server(
         self, request_id: str, prompt_ids: Sequence[int] = (), priority: int | None = None, **_: Any
@@ -60,6 +61,7 @@ class Router:
             RuntimeError: none is left.
         """
         self._bury(dead_id, reason)
+        self._made_again += 1
         server_id, _ = await self._take(request_id)
         return server_id, self._servers[server_id]
 
@@ -119,6 +121,7 @@ class Router:
             "active_servers": len(self._load),
             "registered_handles": list(self._servers),
             "dead": dict(self._dead),
+            "calls_made_again": self._made_again,
         }
 
     async def _take(self, request_id: str) -> tuple[str, int]:

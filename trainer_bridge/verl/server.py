@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from verl.workers.rollout.replica import TokenOutput
 
-from rollout.errors import UnsupportedFeature
+from rollout.errors import ReplicaUnavailable, UnsupportedFeature
 from trainer_bridge.aio_client import AsyncRolloutClient
 from trainer_bridge.verl.hosted import HostedService, hosted_settings
 from trainer_bridge.verl.options import VerlOptions
@@ -35,6 +35,7 @@ class ZerodriftServer:
         self._sleeps = sleeps
         self._hosted: HostedService | None = None
         self._session: Session | None = None
+        self._fenced = ""
 
     async def launch(self) -> str:
         """Start or reach the service; returns host:port. A second call returns the same."""
@@ -93,6 +94,7 @@ class ZerodriftServer:
                     "token sequence in, one out",
                     field=name,
                 )
+        self._require_serving()
         ids = prompt_ids.tolist() if isinstance(prompt_ids, np.ndarray) else list(prompt_ids)
         turn = await self._ready.generate(ids, sampling_params, request_id, zerodrift_tag)
         return TokenOutput(
@@ -132,12 +134,27 @@ class ZerodriftServer:
         """Nothing to do."""
 
     async def set_global_steps(self, global_steps: int, version: int | None = None) -> None:
-        """The trainer's step that the served weights belong to."""
+        """The trainer's step that the served weights belong to; a fenced server is up to date again."""
+        self._fenced = ""
         self._ready.set_step(int(global_steps), version)
 
     async def get_global_steps(self) -> int:
-        """Step of the weights being served; also how the router asks whether this server lives."""
+        """Step of the weights being served; also how the router asks whether this server lives.
+
+        Raises:
+            ReplicaUnavailable: fenced.
+        """
+        self._require_serving()
         return self._ready.step
+
+    async def fence(self, reason: str) -> None:
+        """Serve nothing until weights arrive: the service missed an update and would answer with old ones."""
+        log.error("fenced: %s", reason)
+        self._fenced = reason
+
+    def _require_serving(self) -> None:
+        if self._fenced:
+            raise ReplicaUnavailable(f"this server is fenced: {self._fenced}")
 
     async def wait_for_requests_to_drain(self) -> None:
         """Return once no request is inside."""
