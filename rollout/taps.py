@@ -21,6 +21,7 @@ from rollout.attention import AttentionStep, PackedStep, paged_step
 from rollout.errors import InvalidRequest
 from rollout.kernels.base import Decoder
 from rollout.model import SharedModel
+from rollout.placement import place
 from rollout.replay_pages import ReplayPages
 from rollout.types import UInt64Array
 
@@ -166,6 +167,8 @@ class Tracer:
         size = len(request.token_ids)
         if not size:
             raise InvalidRequest("a trace needs at least one token", field="token_ids")
+        # A replay carries no images: placeholders would pass for text.
+        place(request.token_ids, (), self._model.vision.rules if self._model.vision else None, "token_ids")
         if request.path == "fused" and self._decoder is None:
             raise InvalidRequest("this kernel set has no fused forward to trace; use path modules", field="path")
         recorder = _Recorder(request.within, frozenset(request.tensors))

@@ -58,7 +58,11 @@ def load_served_model(settings: Settings, path: Path) -> SharedModel:
     """The model a service with these settings serves: kernel set resolved once, from here on known by its name."""
     kernels = kernels_of(settings)
     return load_model(
-        path, dtype=DTYPES[settings.model.dtype], kernels=kernels, context_length=settings.model.context_length
+        path,
+        dtype=DTYPES[settings.model.dtype],
+        kernels=kernels,
+        context_length=settings.model.context_length,
+        vision_attention=settings.kernels.vision_attention,
     )
 
 
