@@ -30,7 +30,7 @@ from rollout.multimodal import FeatureCache, visual_rows
 from rollout.placement import place
 from rollout.prefix_cache import PrefixIndex
 from rollout.sampling import sample_seed, validate_sampling
-from rollout.scheduler import ScheduledRows, Scheduler, SchedulerLimits
+from rollout.scheduler import Scheduler, SchedulerLimits
 from rollout.sequence import Sequence
 from rollout.stopping import Stopper
 from rollout.token_sampler import TokenSampler
@@ -257,7 +257,7 @@ class Engine:
         batch = build_batch(scheduled, self.scheduler.limits.page_size)
         self.num_steps += 1
         self.num_rows += len(batch.input_ids)
-        hidden = self._hidden_states(batch, scheduled)
+        hidden = self._hidden_states(batch)
         for rows in scheduled:
             rows.sequence.num_computed += rows.count
         events: list[Event] = []
@@ -271,17 +271,14 @@ class Engine:
                     events.append(self._finish_score(sequence))
         return events
 
-    def _hidden_states(self, batch: StepBatch, scheduled: list[ScheduledRows]) -> torch.Tensor:
+    def _hidden_states(self, batch: StepBatch) -> torch.Tensor:
         """Of the rows whose logits are wanted."""
         tables = batch.page_table, batch.cache_seqlens, batch.cu_seqlens_q
         if self._decoder is not None:
             rows = batch.input_ids, batch.positions, batch.slots
             return self._decoder.hidden_states(*rows, self.store, *tables, batch.output_rows)
         step = paged_step(self.model.kernels, self.store, batch.slots, *tables)
-        visual = None
-        if self._features is not None:
-            ranges = [(r.sequence.placement, r.sequence.num_computed, r.count) for r in scheduled]
-            visual = visual_rows(ranges, self._features.get)
+        visual = None if self._features is None else visual_rows(batch.ranges, self._features.get)
         hidden = self.model.hidden_states(batch.input_ids, batch.positions, step, visual)
         return hidden[batch.output_rows.to(self.model.device)]
 
