@@ -231,8 +231,9 @@ _TINY: dict[str, Any] = {
 def tiny_model(kind: TinyKind, out: Path, dtype: Dtype = "float32", seed: int = 0, **overrides: Any) -> Path:
     """Write a random two-layer model folder without tokenizer and return it.
 
-    Qwen3 has q/k norms and tied embeddings, Llama neither; the multimodal ones have a tower of two layers. EOS is id 1. Weights are drawn in float32 and rounded once
-    to ``dtype``; logits have a standard deviation of about 2.5, so that sampling is neither flat nor certain.
+    Qwen3 has q/k norms and tied embeddings, Llama neither; the multimodal ones have a tower of two layers. EOS is
+    id 1. Weights are drawn in float32 and rounded once to ``dtype``; logits have a standard deviation of about 2.5, so
+    that sampling is neither flat nor certain.
     The same arguments give the same bytes. ``overrides`` are fields of the Hugging Face config.
     """
     import torch

@@ -13,9 +13,9 @@ import hashlib
 import numpy as np
 import torch
 
-from rollout.admission import check_ids, check_top, without_placeholders
 from rollout.activation_log import ActivationLog, digests_of_store
-from rollout.attention import paged_step
+from rollout.admission import check_ids, check_top, without_placeholders
+from rollout.attention import PagedStep
 from rollout.batch import StepBatch, build_batch
 from rollout.detokenize import Detokenizer
 from rollout.device_sampler import DeviceTokenSampler
@@ -277,7 +277,7 @@ class Engine:
         if self._decoder is not None:
             rows = batch.input_ids, batch.positions, batch.slots
             return self._decoder.hidden_states(*rows, self.store, *tables, batch.output_rows)
-        step = paged_step(self.model.kernels, self.store, batch.slots, *tables)
+        step = PagedStep(self.model.kernels, self.store, batch.slots, *tables)
         visual = None if self._features is None else visual_rows(batch.ranges, self._features.get)
         hidden = self.model.hidden_states(batch.input_ids, batch.positions, step, visual)
         return hidden[batch.output_rows.to(self.model.device)]

@@ -1,4 +1,4 @@
-"""An image as a request carries it: raw pixels in patches, as a Hugging Face image processor makes them. No decoding."""
+"""An image as a request carries it: raw pixels in patches, as a Hugging Face image processor makes them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from rollout.activation_log import digest_rows
-from rollout.attention import AttentionStep, PackedStep, paged_step
+from rollout.attention import AttentionStep, PackedStep, PagedStep
 from rollout.errors import InvalidRequest
 from rollout.kernels.base import Decoder
 from rollout.model import SharedModel
@@ -252,6 +252,6 @@ class Tracer:
             hidden = self._decoder.hidden_states(input_ids, places, slots, pages.store, pages.table, seqlens, cu)
             return hidden[: len(ids)]
         recorder.first, recorder.last = 0, len(ids)
-        step = paged_step(self._model.kernels, pages.store, slots, pages.table, seqlens, cu)
+        step = PagedStep(self._model.kernels, pages.store, slots, pages.table, seqlens, cu)
         with _hooked(self._model, recorder):
             return self._model.hidden_states(input_ids, places, _TappedStep(step, recorder))[: len(ids)]

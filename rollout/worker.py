@@ -12,6 +12,7 @@ import torch
 
 from rollout.activation_log import ActivationLog
 from rollout.certify.certificate import require_certificate
+from rollout.certify.plans import take_certified_plan
 from rollout.config import Settings
 from rollout.detokenize import Detokenizer
 from rollout.engine import Engine
@@ -81,9 +82,11 @@ class Worker:
         folder = Path(path)
         model = load_served_model(settings, folder)
         engine = settings.engine
+        file = Path(engine.certificate) if engine.certificate is not None else None
+        if engine.strict:
+            take_certified_plan(model, file)
         self._manifest = build_manifest(model)
         if engine.strict:
-            file = Path(engine.certificate) if engine.certificate is not None else None
             require_certificate(self._manifest, path=file, threads=engine.threads)
         limits = SchedulerLimits(
             engine.max_batch_tokens,

@@ -41,7 +41,9 @@ def prompt_of(*parts: ImageInput | int, seed: int = 0) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def image_sample(parts: Sequence[ImageInput | int], sample_id: str = "s", index: int = 0, **values: Any) -> SampleRequest:
+def image_sample(
+    parts: Sequence[ImageInput | int], sample_id: str = "s", index: int = 0, **values: Any
+) -> SampleRequest:
     """A request whose prompt is made of the parts."""
     images = tuple(p for p in parts if isinstance(p, ImageInput))
     seed = values.get("seed", 1)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from rollout.certify.subject import STRANGER_ROWS, Family, Outcome, Subject, compare
-from rollout.kernels.base import KVLayout, KVStore
+from rollout.kernels.base import KernelSet, KVLayout, KVStore
 
 _CHUNKS = (2, 9, 31, 33, 64)
 _MOST_ERROR = 2.0**-6
@@ -26,7 +28,7 @@ class _Inputs:
 
 
 def _inputs(subject: Subject) -> _Inputs:
-    spec, heads = subject.spec, int(subject.model.hf.config.num_attention_heads)
+    spec, heads = subject.spec, int(subject.model.hf.config.get_text_config().num_attention_heads)
     n = subject.longest
     k = subject.random(2, n, spec.num_kv_heads, spec.head_dim)
     v = subject.random(3, n, spec.num_kv_heads, spec.head_dim)
@@ -81,9 +83,23 @@ def _varlen(
 @torch.no_grad()
 def _checks(subject: Subject) -> Iterator[Outcome]:
     inputs = _inputs(subject)
+    yield _against_float64(inputs, _varlen(subject, [(inputs.q, inputs.k, inputs.v)], inputs.scale))
+    yield from _around_edges(subject, inputs)
+    for name, kernels in subject.kernels.closer_views():
+        for outcome in _around_edges(_seen_by(subject, kernels), inputs):
+            yield dataclasses.replace(outcome, name=f"{outcome.name}, {name}")
+
+
+def _seen_by(subject: Subject, kernels: KernelSet) -> Subject:
+    """The same subject with another set's results."""
+    model = copy.copy(subject.model)
+    model.kernels = kernels
+    return dataclasses.replace(subject, model=model)
+
+
+def _around_edges(subject: Subject, inputs: _Inputs) -> Iterator[Outcome]:
     q, k, v, scale = inputs.q, inputs.k, inputs.v, inputs.scale
     full = _varlen(subject, [(q, k, v)], scale)
-    yield _against_float64(inputs, full)
     for seed in (None, 1, 2):
         pages = _Pages(subject, inputs, seed)
         order = "pages in order" if seed is None else f"pages shuffled ({seed})"
@@ -107,9 +123,7 @@ def _checks(subject: Subject) -> Iterator[Outcome]:
 
 
 def _strangers(subject: Subject, inputs: _Inputs, pages: _Pages, full: torch.Tensor) -> Iterator[Outcome]:
-    """A decode row beside another sequence's prefill, in one call where the set allows that."""
-    if not subject.kernels.capabilities.mixed_rows:
-        return
+    """A decode row beside another sequence's prefill."""
     n = subject.lengths[len(subject.lengths) // 2]
     for rows in STRANGER_ROWS:
         count = min(rows, subject.longest)

@@ -9,6 +9,8 @@ import torch
 from rollout.certify.subject import Family, Outcome, Subject, compare
 
 _ROWS = 33
+_NORM_ROWS, _NORM_ROWS_FULL = (1024, 2**16), (8192, 2**19)
+"""Most rows, and elements wanted."""
 
 
 def _operations() -> Mapping[str, Callable[[torch.Tensor], torch.Tensor]]:
@@ -27,7 +29,7 @@ def _operations() -> Mapping[str, Callable[[torch.Tensor], torch.Tensor]]:
 
 
 def _widths(subject: Subject) -> tuple[int, ...]:
-    config = subject.model.hf.config
+    config = subject.model.hf.config.get_text_config()
     found = [subject.spec.head_dim, config.hidden_size, config.intermediate_size, subject.spec.vocab_size]
     # One width that no vector length divides: vector bodies and scalar tails must agree.
     return tuple(dict.fromkeys([*found, config.hidden_size + 7]))
@@ -44,6 +46,14 @@ def _norms(subject: Subject) -> Iterator[tuple[str, torch.nn.Module, int]]:
         if key not in seen:
             seen.add(key)
             yield name, module, weight.numel()
+
+
+def _spread(subject: Subject, width: int) -> torch.Tensor:
+    """Of many magnitudes: sums of squares of bfloat16 values that are all alike are exact in any order."""
+    most, elements = _NORM_ROWS_FULL if subject.full else _NORM_ROWS
+    rows = min(most, max(_ROWS, elements // width))
+    powers = torch.randint(-5, 6, (rows, width), generator=subject.generator(7))
+    return torch.ldexp(subject.random(6, rows, width).float(), powers).to(subject.spec.dtype)
 
 
 def _company(name: str, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Iterator[Outcome]:
@@ -63,12 +73,16 @@ def _checks(subject: Subject) -> Iterator[Outcome]:
                     yield from _company(f"{name} of {width} in float32", run, subject.wide(width, _ROWS, width))
         for name, module, width in _norms(subject):
             yield from _company(f"{name} ({type(module).__name__})", module, subject.random(5, _ROWS, width))
+            # A sum that is off by its last bit changes one rounded output in tens of thousands: many rows show it.
+            x = _spread(subject, width)
+            alone = torch.cat([module(x[i : i + 1]) for i in range(len(x))])
+            yield compare(f"{name} ({type(module).__name__}), {len(x)} rows one at a time", alone, module(x))
 
 
 @torch.no_grad()
 def _control(subject: Subject) -> Outcome:
     """A row sum whose pieces depend on the number of rows."""
-    x = subject.wide(9, _ROWS, subject.model.hf.config.intermediate_size)
+    x = subject.wide(9, _ROWS, subject.model.hf.config.get_text_config().intermediate_size)
 
     def pieces(rows: torch.Tensor) -> torch.Tensor:
         count = 2 if len(rows) == 1 else 3

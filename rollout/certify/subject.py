@@ -64,7 +64,9 @@ class Subject:
     @property
     def longest(self) -> int:
         """Longest sequence of the attention family, tokens."""
-        wanted = 1100 if self.full else max(2 * self.kernels.page_size + 2, 66)
+        # One whole period of every edge, and a page more.
+        page, period = self.kernels.page_size, max(e.period for e in self.kernels.length_edges())
+        wanted = 1100 if self.full else max(period + page + 2, 2 * page + 2, 66)
         return min(wanted, self.spec.context_length)
 
     @property

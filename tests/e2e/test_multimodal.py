@@ -51,7 +51,9 @@ async def test_generate_score_and_training_forward_agree(kind: str, tmp_path: Pa
         assert [bits(r) for r in crowd[::-1]] == [bits(r) for r in results]
         assert results[0].sampling.barred_token_ids == (IMAGE, VIDEO)
         await assert_idle(client)
-    assert [(s.logprobs.tobytes(), s.row_digests.tobytes()) for s in scored.scores if s.row_digests is not None] == wanted
+    assert [
+        (s.logprobs.tobytes(), s.row_digests.tobytes()) for s in scored.scores if s.row_digests is not None
+    ] == wanted
     forward = TrainingForward(load_served_model(tiny_settings(path), path))
     batch = [TrainingSample(np.array(r.prompt_ids, np.int32), s.token_ids, 1.0, r.images) for r, s in samples]
     with torch.no_grad(), forward.aligned():

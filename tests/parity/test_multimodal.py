@@ -1,4 +1,4 @@
-"""Image prompts: decode = Score = training forward, bit for bit, whatever the schedule; near transformers' own forward."""
+"""Image prompts: decode = Score = training forward, bit for bit, on any schedule; near transformers' own forward."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_a_sample_without_its_images_is_refused(path: Path) -> None:
     request = image_sample([3, WIDE, 4])
     ids, one = np.array(request.prompt_ids, np.int32), np.array([5], np.int32)
     forward = TrainingForward(shared_model(path, torch.float32))
-    with pytest.raises(InvalidRequest, match="1 runs of image placeholders .* and 0 images were sent"):
+    with pytest.raises(InvalidRequest, match=r"1 runs of image placeholders .* and 0 images were sent"):
         forward([TrainingSample(ids, one)])
     with pytest.raises(UnsupportedFeature, match="videos are not supported"):
         forward([TrainingSample(np.array([4, VIDEO], np.int32), one)])

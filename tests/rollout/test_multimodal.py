@@ -69,12 +69,14 @@ def test_resolution_is_kept_and_recorded(path: Path, model: SharedModel, tmp_pat
 def test_other_inputs_are_refused_by_name(path: Path, tmp_path: Path) -> None:
     kernels = resolve_kernels("cpu")
     other = edited(path, tmp_path / "other", {"architectures": ["Qwen3VLMoeForConditionalGeneration"]})
-    with pytest.raises(UnsupportedFeature, match="architecture Qwen3VLMoe.* not proven"):
+    with pytest.raises(UnsupportedFeature, match=r"architecture Qwen3VLMoe.* not proven"):
         load_model(other, dtype=torch.float32, kernels=kernels)
     hearing = edited(path, tmp_path / "hearing", {"audio_config": {"d_model": 8}})
     with pytest.raises(UnsupportedFeature, match="audio_config"):
         load_model(hearing, dtype=torch.float32, kernels=kernels)
-    window = edited(path, tmp_path / "rope", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "text_config")
+    window = edited(
+        path, tmp_path / "rope", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "text_config"
+    )
     with pytest.raises(RolloutError, match="dynamic"):
         load_model(window, dtype=torch.float32, kernels=kernels)
 

@@ -23,7 +23,7 @@ PARTS = st.lists(st.one_of(st.integers(1, 9), st.tuples(SIDES, SIDES)), min_size
 
 
 class _Sizes:
-    class vision_config:  # noqa: N801 - an attribute of a config
+    class vision_config:
         spatial_merge_size = 2
         tokens_per_second = 2
 

@@ -1,4 +1,4 @@
-"""Image prompts on the emulated NPU: npu_fusion_attention in the tower, FA3 in the text part, bit-equal on every path."""
+"""Image prompts on the emulated NPU: npu_fusion_attention in the tower, FA3 in the text part, equal on every path."""
 
 from __future__ import annotations
 
