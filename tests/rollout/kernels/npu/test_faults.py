@@ -102,7 +102,7 @@ def test_strict_serving_takes_the_certified_plan(
     model: SharedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the certificate in its usual place, or from a file; without one the set keeps its plan and is refused."""
-    monkeypatch.setenv("ZERODRIFT_CACHE", str(tmp_path))
+    monkeypatch.setattr("rollout.certify.certificate.cache_root", lambda: tmp_path)
     held = copy.copy(model)
     held.kernels = chosen = emulated(LATER)
     chosen.take_plan("row_by_row")
