@@ -19,13 +19,13 @@ from rollout.kernels.registry import resolve_kernels
 from rollout.manifest import build_manifest
 from rollout.model import SharedModel, load_model
 from rollout.multimodal import FeatureCache, images_of, pixels_of, visual_rows
-from rollout.placement import place
+from rollout.placement import VisionRules, place
 from rollout.scheduler import SchedulerLimits
 from rollout.taps import Tracer, TraceRequest
 from rollout.types import GenerateRequest, SamplingParams, ScoreRequest, ScoreSequence
 from rollout.v1 import rollout_pb2 as pb
 from tests.engines import torch_threads
-from tests.images import IMAGE, PATCH_VALUES, prompt_of, random_image
+from tests.images import IMAGE, PATCH_VALUES, VIDEO, prompt_of, random_image
 
 WIDE, TALL = random_image(1, 4, 6), random_image(2, 8, 4)
 
@@ -122,6 +122,20 @@ def test_processor_output() -> None:
     for bad in ((values[1:], grid), (values[None], grid), (values, grid[0]), (values.double(), grid)):
         with pytest.raises(InvalidRequest):
             images_of(*bad)
+
+
+def test_a_real_processors_output_fits() -> None:
+    """transformers' own image processor, its placeholders counted as its chat template does."""
+    pytest.importorskip("PIL")
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    processor = Qwen2VLImageProcessorPil(patch_size=4, min_pixels=64, max_pixels=4096, merge_size=2)
+    pictures = [np.random.default_rng(i).integers(0, 255, (40 + 8 * i, 24, 3), dtype=np.uint8) for i in range(2)]
+    out = processor(images=pictures, return_tensors="pt")
+    images = images_of(out["pixel_values"], out["image_grid_thw"])
+    rules = VisionRules(IMAGE, (IMAGE, VIDEO), VIDEO, 2, PATCH_VALUES)
+    spans = place(prompt_of(3, images[0], 4, images[1], 5), images, rules, "prompt_ids").spans
+    assert [s.end - s.start for s in spans] == [int(g.prod()) // 4 for g in out["image_grid_thw"]]
 
 
 def test_an_engine_of_a_text_model_refuses_images(tiny_qwen3_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.certify import attention, linear, logprob, rows
+from rollout.certify import attention, forward, linear, logprob, rows
 from rollout.certify.battery import certify, run_family
 from rollout.certify.certificate import default_path, require_certificate, write_certificate
 from rollout.certify.plans import take_certified_plan
@@ -227,13 +227,21 @@ def test_splits_by_batch_fail_the_certificate(model: SharedModel) -> None:
     assert any("alone" in f or "decode" in f for f in result.failures)
 
 
-def test_metadata_that_ignores_the_scale_is_caught(model: SharedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scale other than 1/sqrt(D), which the metadata would bring: decode and training part."""
-    real = attention._inputs
-    monkeypatch.setattr(attention, "_inputs", lambda s: dataclasses.replace(real(s), scale=0.31))
+def test_metadata_that_ignores_the_scale_is_caught(model: SharedModel) -> None:
+    """The certificate asks for a scale other than 1/sqrt(D), which the metadata would bring."""
     broken = with_kvcache(emulated("0.3.0"), lambda given: given | {"scheduler_metadata": object()})
     assert failures(model, broken, attention.FAMILY)
     assert not failures(model, emulated("0.3.0"), attention.FAMILY)
+
+
+def test_new_keys_that_a_release_ignores_fail_the_certificate(
+    model: SharedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A set that left a step's last row to ``k=``/``v=`` of 0.3: it would never be in the cache."""
+    assert not failures(model, emulated("0.3.0"), forward.FAMILY)
+    real_put = NpuKVStore.put
+    monkeypatch.setattr(NpuKVStore, "put", lambda self, layer, *rows: real_put(self, layer, *(r[:-1] for r in rows)))
+    assert any("decode" in f for f in failures(model, emulated("0.3.0"), forward.FAMILY))
 
 
 @pytest.mark.parametrize("version", ["0.3.0", "0.4.2.post1"])
