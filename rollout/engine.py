@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from rollout.activation_log import ActivationLog, digests_of_store
-from rollout.admission import check_ids, check_top, without_placeholders
 from rollout.attention import PagedStep
 from rollout.batch import StepBatch, build_batch
 from rollout.detokenize import Detokenizer
@@ -29,6 +28,7 @@ from rollout.model import SharedModel, config_digest_source
 from rollout.multimodal import FeatureCache, visual_rows
 from rollout.placement import place
 from rollout.prefix_cache import PrefixIndex
+from rollout.request_checks import check_ids, check_top, without_placeholders
 from rollout.sampling import sample_seed, validate_sampling
 from rollout.scheduler import Scheduler, SchedulerLimits
 from rollout.sequence import Sequence

@@ -202,6 +202,6 @@ def test_a_client_refuses_before_it_sends() -> None:
 def test_a_video_field_is_unknown() -> None:
     """There is none: what a client of another server sends is refused, never ignored."""
     message = wire()
-    message.MergeFromString(b"\x62\x00")  # field 12, empty bytes
-    with pytest.raises(InvalidRequest, match="field with number 12"):
+    message.MergeFromString(b"\x7a\x00")  # field 15, empty bytes
+    with pytest.raises(InvalidRequest, match="field with number 15"):
         codec.refuse_unknown_fields(message)
