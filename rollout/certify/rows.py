@@ -28,6 +28,12 @@ def _operations() -> Mapping[str, Callable[[torch.Tensor], torch.Tensor]]:
     }
 
 
+def _of_towers() -> Mapping[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """What only vision towers ask for."""
+    gelu = torch.nn.functional.gelu
+    return {"gelu": gelu, "gelu by tanh": lambda x: gelu(x, approximate="tanh")}
+
+
 def _widths(subject: Subject) -> tuple[int, ...]:
     config = subject.model.hf.config.get_text_config()
     found = [subject.spec.head_dim, config.hidden_size, config.intermediate_size, subject.spec.vocab_size]
@@ -64,10 +70,11 @@ def _company(name: str, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Te
 
 @torch.no_grad()
 def _checks(subject: Subject) -> Iterator[Outcome]:
+    operations = {**_operations(), **(_of_towers() if subject.model.vision is not None else {})}
     with subject.kernels.invariant_mode():
         for width in _widths(subject):
             x = 3 * subject.random(width, _ROWS, width)
-            for name, run in _operations().items():
+            for name, run in operations.items():
                 yield from _company(f"{name} of {width}", run, x)
                 if name in ("mean", "sum", "softmax", "log_softmax"):
                     yield from _company(f"{name} of {width} in float32", run, subject.wide(width, _ROWS, width))

@@ -49,6 +49,11 @@ async def test_generate_score_and_training_forward_agree(kind: str, tmp_path: Pa
         scored = await soon(client.score(sequences, row_digests=True))
         crowd = await soon(client.generate_many(asked[::-1], concurrency=1))
         assert [bits(r) for r in crowd[::-1]] == [bits(r) for r in results]
+        first = asked[0]
+        direct = await soon(
+            client.generate(first.prompt_ids, first.sampling, n=2, row_digests=True, images=first.images)
+        )
+        assert bits(direct) == bits(results[0])
         assert results[0].sampling.barred_token_ids == (IMAGE, VIDEO)
         await assert_idle(client)
     assert [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import torch
 
 from rollout import codec
 from rollout.assets import tiny_model
+from rollout.certify import rows, threads
+from rollout.certify.battery import run_family
+from rollout.certify.subject import Subject
 from rollout.engine import Engine
 from rollout.errors import InvalidRequest, RolloutError, UnsupportedFeature
 from rollout.kernels.registry import resolve_kernels
@@ -153,6 +157,7 @@ def test_requests_survive_the_wire() -> None:
     request = GenerateRequest("r", prompt_of(*images), SamplingParams(seed=1), images=images)
     message = pb.GenerateRequest.FromString(codec.generate_request_to_proto(request).SerializeToString())
     assert codec.generate_request_from_proto(message, encode=lambda _: ()).images == images
+    assert pickle.loads(pickle.dumps(request)) == request, "as Ray ships it"
     asked = ScoreRequest("s", (ScoreSequence((1, 2)), ScoreSequence(prompt_of(*images), 1, images)))
     scored = pb.ScoreRequest.FromString(codec.score_request_to_proto(asked).SerializeToString())
     assert codec.score_request_from_proto(scored) == asked
@@ -205,3 +210,16 @@ def test_a_video_field_is_unknown() -> None:
     message.MergeFromString(b"\x7a\x00")  # field 15, empty bytes
     with pytest.raises(InvalidRequest, match="field with number 15"):
         codec.refuse_unknown_fields(message)
+
+
+def test_the_certificate_covers_the_tower(model: SharedModel) -> None:
+    """Its norms, its GELU, and the features of an image under every thread count."""
+    subject = Subject(model, None, "quick", (1, 2))
+    with torch_threads(1):
+        results = {f.name: run_family(f, subject) for f in (rows.FAMILY, threads.FAMILY)}
+        assert all(r.holds for r in results.values()), [r.failures for r in results.values()]
+        names = [o.name for f in (rows.FAMILY, threads.FAMILY) for o in f.checks(subject)]
+    assert any("gelu by tanh" in n for n in names) and any("LayerNorm" in n for n in names)
+    assert [n for n in names if "features of an image" in n] == [
+        "features of an image, again with 1 thread", "features of an image, 2 threads"
+    ]  # fmt: skip
