@@ -136,8 +136,8 @@ def _strangers(subject: Subject, inputs: _Inputs, pages: _Pages, full: torch.Ten
 
 def _against_float64(inputs: _Inputs, out: torch.Tensor) -> Outcome:
     """Two paths can agree and both be wrong: a dense float64 attention stands beside them."""
-    wanted = reference_attention(inputs.q, inputs.k, inputs.v, inputs.scale)
-    error = float((out.double() - wanted).abs().max() / wanted.abs().max())
+    wanted = reference_attention(inputs.q.cpu(), inputs.k.cpu(), inputs.v.cpu(), inputs.scale)
+    error = float((out.cpu().double() - wanted).abs().max() / wanted.abs().max())
     return Outcome("against float64", out.numel(), int(not error <= _MOST_ERROR), f"largest error {error:.1e} of max")
 
 

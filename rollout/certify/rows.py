@@ -59,7 +59,8 @@ def _spread(subject: Subject, width: int) -> torch.Tensor:
     most, elements = _NORM_ROWS_FULL if subject.full else _NORM_ROWS
     rows = min(most, max(_ROWS, elements // width))
     powers = torch.randint(-5, 6, (rows, width), generator=subject.generator(7))
-    return torch.ldexp(subject.random(6, rows, width).float(), powers).to(subject.spec.dtype)
+    x = torch.randn(rows, width, generator=subject.generator(6)).to(subject.spec.dtype)
+    return torch.ldexp(x.float(), powers).to(subject.spec.dtype).to(subject.kernels.device)
 
 
 def _company(name: str, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Iterator[Outcome]:

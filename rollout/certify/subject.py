@@ -79,15 +79,15 @@ class Subject:
         return torch.Generator().manual_seed(self.seed * 1000 + salt)
 
     def random(self, salt: int, *shape: int) -> torch.Tensor:
-        """Standard normal in the model's dtype."""
-        return torch.randn(*shape, generator=self.generator(salt)).to(self.spec.dtype)
+        """Standard normal in the model's dtype, on the set's device, where everything that is certified must run."""
+        return torch.randn(*shape, generator=self.generator(salt)).to(self.spec.dtype).to(self.kernels.device)
 
     def wide(self, salt: int, *shape: int) -> torch.Tensor:
         """Standard normal in float32, every bit of it: sums of bfloat16 values are often exact in any order."""
-        return torch.randn(*shape, generator=self.generator(salt))
+        return torch.randn(*shape, generator=self.generator(salt)).to(self.kernels.device)
 
     def token_ids(self, salt: int, count: int) -> torch.Tensor:
-        """int64 [count] anywhere in the vocabulary."""
+        """int64 [count] anywhere in the vocabulary, on the host like every step's tables."""
         return torch.randint(0, self.spec.vocab_size, (count,), generator=self.generator(salt))
 
 
@@ -107,7 +107,7 @@ def count_unequal(left: torch.Tensor, right: torch.Tensor) -> int:
     assert left.shape == right.shape and left.dtype == right.dtype, f"{left.shape} against {right.shape}"
     kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
     kind = kinds[left.dtype.itemsize]
-    left, right = left.contiguous().view(kind), right.contiguous().view(kind)
+    left, right = left.cpu().contiguous().view(kind), right.cpu().contiguous().view(kind)
     return 0 if torch.equal(left, right) else int((left != right).sum())
 
 

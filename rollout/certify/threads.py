@@ -30,7 +30,8 @@ def _run(subject: Subject, count: int) -> dict[str, torch.Tensor]:
     with torch_threads(count), subject.kernels.invariant_mode():
         results: dict[str, torch.Tensor] = {}
         for outer, inner in shapes(subject):
-            x, weight = cancelling_product(33, inner, outer, subject.spec.dtype, subject.seed)
+            product = cancelling_product(33, inner, outer, subject.spec.dtype, subject.seed)
+            x, weight = (part.to(subject.kernels.device) for part in product)
             results[f"{outer}x{inner}"] = torch.nn.functional.linear(x, weight)
         wide = subject.wide(40, subject.spec.vocab_size * 3)
         results["sum to one element"] = wide.sum()[None]
