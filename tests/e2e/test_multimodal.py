@@ -14,7 +14,7 @@ from rollout.errors import InvalidRequest, RolloutError, UnsupportedFeature
 from rollout.types import GenerateRequest, ScoreSequence
 from rollout.worker import load_served_model
 from tests.images import IMAGE, VIDEO, prompt_of, random_image
-from tests.services import assert_idle, bits, sampling, soon, tiny_service, tiny_settings
+from tests.services import assert_idle, bits, sampling, soon, tensors_of, tiny_service, tiny_settings
 from trainer_bridge.forward import TrainingForward, TrainingSample
 
 WIDE, TALL = random_image(1, 4, 6), random_image(2, 12, 8, torch.bfloat16)
@@ -95,3 +95,15 @@ async def test_refusals_are_typed_and_harmless(tmp_path: Path, tiny_qwen3_path: 
     async with tiny_service(tiny_qwen3_path) as (_, client):
         with pytest.raises(UnsupportedFeature, match="text model"):
             await soon(client.generate_many([good]))
+
+
+async def test_an_update_reaches_the_tower(tmp_path: Path) -> None:
+    """After UpdateWeights the service answers as one that was started with the new folder."""
+    old, new = (tiny_model("qwen3_vl", tmp_path / f"seed-{seed}", seed=seed) for seed in (0, 1))
+    asked = requests()[:2]
+    async with tiny_service(new) as (_, client):
+        wanted = [bits(r) for r in await soon(client.generate_many(asked))]
+    async with tiny_service(old) as (_, client):
+        before = [bits(r) for r in await soon(client.generate_many(asked))]
+        await soon(client.update_weights(tensors_of(new), version=1))
+        assert [bits(r) for r in await soon(client.generate_many(asked))] == wanted != before
