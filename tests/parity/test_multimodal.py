@@ -35,6 +35,7 @@ from tests.engines import (
     unequal,
 )
 from tests.images import IMAGE, VIDEO, image_sample, random_image
+from trainer_bridge.aligned import install
 from trainer_bridge.forward import TrainingForward, TrainingSample
 
 KINDS: tuple[TinyKind, ...] = ("qwen2_5_vl", "qwen3_vl")
@@ -257,3 +258,9 @@ def test_a_sample_without_its_images_is_refused(path: Path) -> None:
         forward([TrainingSample(ids, one)])
     with pytest.raises(UnsupportedFeature, match="videos are not supported"):
         forward([TrainingSample(np.array([4, VIDEO], np.int32), one)])
+
+
+def test_aligning_in_place_is_refused(exact: SharedModel) -> None:
+    """The bridge's other way to the rollout's bits knows text models only, and says so."""
+    with pytest.raises(UnsupportedFeature, match="cannot be aligned in place"):
+        install(exact.hf, exact.kernels, torch.float32)
