@@ -19,6 +19,10 @@ PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I p
 VERL_VENV := .venv-verl
 VERL_BIN := $(VERL_VENV)/bin
 VERL_PIP := $(VERL_BIN)/python -m pip --disable-pip-version-check -qq --no-input
+NPU_VENV := .venv-npu
+NPU_PIP := $(NPU_VENV)/bin/python -m pip --disable-pip-version-check -qq --no-input
+NPU_STAMP := $(NPU_VENV)/.installed
+FLASH_ATTN_NPU := flash-attn-npu==0.4.2.post1
 
 # Every target written in plain words is one; files have dots or slashes in their names.
 .PHONY: $(shell sed -nE 's/^([a-z-]+):.*/\1/p' $(firstword $(MAKEFILE_LIST)))

@@ -20,7 +20,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rollout.errors import ConfigError, NotFound, ParityError, ReplicaUnavailable
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # torch and transformers are imported inside functions: a prepared folder is found without paying for them.
 
 Dtype = Literal["bfloat16", "float32"]
-TinyKind = Literal["qwen3", "llama"]
+TinyKind = Literal["qwen3", "llama", "qwen2_5_vl", "qwen3_vl"]
 
 logger = logging.getLogger(__name__)
 
@@ -231,22 +231,16 @@ _TINY: dict[str, Any] = {
 def tiny_model(kind: TinyKind, out: Path, dtype: Dtype = "float32", seed: int = 0, **overrides: Any) -> Path:
     """Write a random two-layer model folder without tokenizer and return it.
 
-    Qwen3 has q/k norms and tied embeddings, Llama neither. EOS is id 1. Weights are drawn in float32 and rounded once
-    to ``dtype``; logits have a standard deviation of about 2.5, so that sampling is neither flat nor certain.
+    Qwen3 has q/k norms and tied embeddings, Llama neither; the multimodal ones have a tower of two layers. EOS is
+    id 1. Weights are drawn in float32 and rounded once to ``dtype``; logits have a standard deviation of about 2.5, so
+    that sampling is neither flat nor certain.
     The same arguments give the same bytes. ``overrides`` are fields of the Hugging Face config.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     torch_dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
-    fields = _TINY | {"tie_word_embeddings": kind == "qwen3"} | overrides
-    model: LlamaForCausalLM | Qwen3ForCausalLM
-    if kind == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**fields))
-    elif kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**fields))
-    else:
-        raise NotFound(f"tiny model kind {kind!r} is not one of qwen3, llama")
+    fields = _TINY | {"tie_word_embeddings": kind.startswith("qwen3")} | overrides
+    model = _tiny_multimodal(kind, fields) if kind in ("qwen2_5_vl", "qwen3_vl") else _tiny_text(kind, fields)
     _draw_weights(model, seed)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch_dtype)
@@ -256,13 +250,59 @@ def tiny_model(kind: TinyKind, out: Path, dtype: Dtype = "float32", seed: int = 
     return out
 
 
+def _tiny_text(kind: str, fields: dict[str, Any]) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    if kind == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**fields))
+    if kind == "llama":
+        return LlamaForCausalLM(LlamaConfig(**fields))
+    raise NotFound(f"tiny model kind {kind!r} is not one of {', '.join(get_args(TinyKind))}")
+
+
+_TINY_TOWER: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 4,
+}
+_TINY_PLACEHOLDERS = {
+    "vision_start_token_id": 58,
+    "vision_end_token_id": 59,
+    "image_token_id": 61,
+    "video_token_id": 62,
+}
+
+
+def _tiny_multimodal(kind: str, fields: dict[str, Any]) -> Any:
+    """Qwen2.5-VL with windows of two merged patches, or Qwen3-VL with one deepstack layer."""
+    from transformers import (
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
+    )
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+    top = {"tie_word_embeddings": fields.pop("tie_word_embeddings"), **_TINY_PLACEHOLDERS}
+    text = {**fields, "rope_parameters": rope}
+    if kind == "qwen2_5_vl":
+        tower = {**_TINY_TOWER, "window_size": 16, "fullatt_block_indexes": [1]}
+        config = Qwen2_5_VLConfig(text_config=text, vision_config=tower, **top)
+        return Qwen2_5_VLForConditionalGeneration(config)
+    tower = {**_TINY_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=tower, **top))
+
+
 def _draw_weights(model: Any, seed: int) -> None:
     import numpy as np
     import torch
 
     # numpy, since torch's normal draws depend on the processor's vector width.
     generator = np.random.default_rng(seed)
-    head_std = 2.5 / model.config.hidden_size**0.5
+    head_std = 2.5 / model.config.get_text_config().hidden_size ** 0.5
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.from_numpy(generator.standard_normal(tuple(parameter.shape)).astype(np.float32))
@@ -272,7 +312,7 @@ def _draw_weights(model: Any, seed: int) -> None:
             elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
                 parameter.copy_(head_std * noise)
             else:
-                parameter.copy_(noise / parameter.shape[1] ** 0.5)
+                parameter.copy_(noise / parameter[0].numel() ** 0.5)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

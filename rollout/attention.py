@@ -58,48 +58,6 @@ class PagedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class SeparateStep:
-    """A rollout step for a kernel set whose rows may change with their company: decode and prefill in calls apart."""
-
-    kernels: KernelSet
-    store: KVStore
-    slots: torch.Tensor
-    """int64 [T]"""
-    parts: tuple[tuple[torch.Tensor, PagedStep], ...]
-    """rows int64 [t] of the step, and the step that they make by themselves"""
-
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        """Write all rows, then one attention call a part: [T, H, D] in q's dtype."""
-        self.store.write(layer, k, v, self.slots)
-        out = torch.empty_like(q)
-        for rows, part in self.parts:
-            out[rows] = part.read(layer, q[rows], scale)
-        return out
-
-
-def paged_step(
-    kernels: KernelSet,
-    store: KVStore,
-    slots: torch.Tensor,
-    page_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-) -> PagedStep | SeparateStep:
-    """The step of B sequences in as many calls as the set's ``mixed_rows`` allows; arguments as in ``PagedStep``."""
-    counts = cu_seqlens_q.diff()
-    if kernels.capabilities.mixed_rows or bool((counts == 1).all()) or bool((counts > 1).all()):
-        return PagedStep(kernels, store, slots, page_table, cache_seqlens, cu_seqlens_q)
-    owners = torch.repeat_interleave(torch.arange(len(counts)), counts.to(torch.int64))
-    parts = []
-    for chosen in (counts == 1, counts > 1):
-        rows = chosen[owners].nonzero()[:, 0]
-        edges = torch.cat((torch.zeros(1, dtype=torch.int64), counts[chosen].cumsum(0))).to(torch.int32)
-        step = PagedStep(kernels, store, slots[rows], page_table[chosen], cache_seqlens[chosen], edges)
-        parts.append((rows, step))
-    return SeparateStep(kernels, store, slots, tuple(parts))
-
-
-@dataclass(frozen=True, slots=True)
 class PackedStep:
     """A training or scoring pass over packed whole sequences."""
 

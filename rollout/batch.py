@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rollout.placement import Placement
 from rollout.scheduler import ScheduledRows
 from rollout.sequence import Sequence
 
@@ -46,6 +47,8 @@ class StepBatch:
     outputs: tuple[OutputRow, ...]
     """[N]"""
     wants_digests: bool
+    ranges: tuple[tuple[Placement, int, int], ...]
+    """[B] where the images of a sequence are, and which of its tokens are here: first, count"""
 
 
 def _output_range(rows: ScheduledRows) -> range:
@@ -85,4 +88,5 @@ def build_batch(scheduled: list[ScheduledRows], page_size: int) -> StepBatch:
         output_rows=torch.tensor(output_rows, dtype=torch.int64),
         outputs=tuple(outputs),
         wants_digests=any(o.sequence.row_digests for o in outputs),
+        ranges=tuple((r.sequence.placement, r.sequence.num_computed, r.count) for r in scheduled),
     )

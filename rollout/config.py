@@ -55,6 +55,9 @@ class KernelSettings(_Section):
         "auto",
         description="How the npu set calls attention; auto: what the installed flash_attn_npu needs to be exact.",
     )
+    vision_attention: Literal["auto", "kernel_set", "npu_fusion", "sdpa"] = Field(
+        "auto", description="Attention of a multimodal model's vision tower; auto: the model's, else the platform's."
+    )
     invariant_ops: Literal["auto", "batch_invariant_ops", "fixed_shape"] = Field(
         "auto", description="Products and reductions of the npu set; auto: the Ascend package if it is installed."
     )
@@ -115,6 +118,7 @@ class ServerSettings(_Section):
         10, ge=0, le=1000, description="Priorities of requests lie in [-max_priority, max_priority]."
     )
     max_top_logprobs: int = Field(64, ge=0, description="Most alternatives a request may ask for at each position.")
+    max_images: int = Field(16, ge=0, description="Most images one prompt or scored sequence may carry.")
     debug: bool = Field(False, description="Serve taps and weights to `zerodrift explain --address`.")
     reflection: bool = Field(True, description="Whether gRPC reflection is served.")
     allow_insecure: bool = Field(False, description="Allow a host other than loopback without TLS.")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rollout.activation_log import ActivationLog, digests_of_store
-from rollout.attention import paged_step
+from rollout.attention import PagedStep
 from rollout.batch import StepBatch, build_batch
 from rollout.detokenize import Detokenizer
 from rollout.device_sampler import DeviceTokenSampler
@@ -25,7 +25,10 @@ from rollout.kernels.base import Decoder, KVLayout
 from rollout.kvcache import PageAllocator
 from rollout.logprobs import effective_temperature, row_digests
 from rollout.model import SharedModel, config_digest_source
+from rollout.multimodal import FeatureCache, visual_rows
+from rollout.placement import place
 from rollout.prefix_cache import PrefixIndex
+from rollout.request_checks import check_ids, check_top, without_placeholders
 from rollout.sampling import sample_seed, validate_sampling
 from rollout.scheduler import Scheduler, SchedulerLimits
 from rollout.sequence import Sequence
@@ -90,6 +93,8 @@ class Engine:
             KVLayout(spec.num_layers, num_pages, limits.page_size, spec.num_kv_heads, spec.head_dim, spec.dtype)
         )
         self._decoder = model.kernels.decoder(model.hf, spec.context_length) if fused else None
+        self._rules = model.vision.rules if model.vision is not None else None
+        self._features = FeatureCache(model.vision) if model.vision is not None else None
         self._tokenizer = tokenizer
         sampler = DeviceTokenSampler if model.kernels.device_logprobs else TokenSampler
         self._sampler = sampler(spec.vocab_size)
@@ -108,7 +113,8 @@ class Engine:
             InvalidRequest: naming the field, the value and the limit.
         """
         spec = self.model.spec
-        self._check_ids(request.prompt_ids, "prompt_ids")
+        check_ids(request.prompt_ids, "prompt_ids", spec.vocab_size)
+        place(request.prompt_ids, request.images, self._rules, "prompt_ids")
         room = spec.context_length - len(request.prompt_ids)
         if room < 1:
             raise InvalidRequest(
@@ -116,13 +122,13 @@ class Engine:
                 "including at least one to generate",
                 field="prompt",
             )
-        sampling = validate_sampling(request.sampling, vocab_size=spec.vocab_size)
+        sampling = validate_sampling(without_placeholders(request.sampling, self._rules), vocab_size=spec.vocab_size)
         if (sampling.stop or sampling.bar_undefined_tokens) and self._tokenizer is None:
             raise InvalidRequest(
                 "stop strings and bar_undefined_tokens need a tokenizer, and the model has none; use stop_token_ids",
                 field="sampling.stop" if sampling.stop else "sampling.bar_undefined_tokens",
             )
-        self._check_top(request.top_logprobs)
+        check_top(request.top_logprobs, spec.vocab_size)
         if sampling.seed is None:
             raise InvalidRequest("a sample reached the engine without a seed", field="sampling.seed")
         wanted = room if sampling.max_tokens is None else sampling.max_tokens
@@ -148,6 +154,7 @@ class Engine:
             limit="context" if prompt + sampling.max_tokens >= self.model.spec.context_length else "max_tokens",
             seed=sample_seed(sampling.seed, request.sample_index),
             barred=barred,
+            placement=place(request.prompt_ids, request.images, self._rules, "prompt_ids"),
             stopper=Stopper(request, self.model.spec.eos_token_ids, self._tokenizer),
             priority=request.priority,
             client=request.client,
@@ -171,9 +178,9 @@ class Engine:
     ) -> None:
         """Queue a sequence to score; ends in a ``ScoreEvent``."""
         self._check_new(sample_id)
-        self._check_top(top_logprobs)
+        check_top(top_logprobs, self.model.spec.vocab_size)
         length = len(score.token_ids)
-        self._check_ids(score.token_ids, "sequences")
+        check_ids(score.token_ids, "sequences", self.model.spec.vocab_size)
         if not 1 <= score.start < length:
             raise InvalidRequest(f"start {score.start} is outside [1, {length - 1}]", field="sequences.start")
         if length > self.model.spec.context_length:
@@ -192,6 +199,7 @@ class Engine:
             priority=priority,
             client=client,
             top_logprobs=top_logprobs,
+            placement=place(score.token_ids, score.images, self._rules, "sequences"),
             given=GivenScores(score.start, length - score.start, digests=want_digests, top=top_logprobs),
         )
         self.scheduler.add(sequence)
@@ -210,6 +218,8 @@ class Engine:
         self.weight_version = version
         if self._decoder is not None:
             self._decoder.refresh()
+        if self._features is not None:
+            self._features.clear()
         self.restart_kv()
 
     def restart_kv(self) -> None:
@@ -267,8 +277,10 @@ class Engine:
         if self._decoder is not None:
             rows = batch.input_ids, batch.positions, batch.slots
             return self._decoder.hidden_states(*rows, self.store, *tables, batch.output_rows)
-        step = paged_step(self.model.kernels, self.store, batch.slots, *tables)
-        return self.model.hidden_states(batch.input_ids, batch.positions, step)[batch.output_rows.to(self.model.device)]
+        step = PagedStep(self.model.kernels, self.store, batch.slots, *tables)
+        visual = None if self._features is None else visual_rows(batch.ranges, self._features.get)
+        hidden = self.model.hidden_states(batch.input_ids, batch.positions, step, visual)
+        return hidden[batch.output_rows.to(self.model.device)]
 
     def _emit(self, batch: StepBatch, hidden: torch.Tensor, events: list[Event]) -> None:
         logits = self.model.logits(hidden) if self._decoder is None else self._decoder.logits(hidden)
@@ -377,18 +389,3 @@ class Engine:
     def _check_new(self, sample_id: str) -> None:
         if sample_id in self._live:
             raise DuplicateRequest(f"sample {sample_id!r} is already live")
-
-    def _check_top(self, count: int) -> None:
-        vocab = self.model.spec.vocab_size
-        if not 0 <= count <= vocab:
-            raise InvalidRequest(
-                f"top_logprobs = {count} is outside [0, {vocab}], the size of the vocabulary", field="top_logprobs"
-            )
-
-    def _check_ids(self, ids: tuple[int, ...], field: str) -> None:
-        if not ids:
-            raise InvalidRequest(f"{field} is empty; at least one token id is needed", field=field)
-        vocab = self.model.spec.vocab_size
-        for i, token in enumerate(ids):
-            if not 0 <= token < vocab:
-                raise InvalidRequest(f"{field}[{i}] = {token} is outside [0, {vocab - 1}]", field=field)

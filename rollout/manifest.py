@@ -42,6 +42,8 @@ def build_manifest(model: SharedModel) -> dict[str, str]:
         "torch.float32_matmul_precision": torch.get_float32_matmul_precision(),
     }
     manifest |= {f"kernels.op.{op}": provider for op, provider in kernels.providers().items()}
+    if model.vision is not None:
+        manifest["kernels.op.vision_attention"] = model.vision.name
     manifest |= {f"library.{name}": importlib.metadata.version(name) for name in LIBRARIES}
     manifest |= {f"environment.{name}": os.environ.get(name, "") for name in ENVIRONMENT}
     manifest |= {f"host.environment.{name}": os.environ.get(name, "") for name in HOST_ENVIRONMENT}

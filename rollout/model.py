@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from rollout.attention import AttentionStep, register_interface
 from rollout.errors import InvalidRequest, NotFound, UnsupportedFeature
 from rollout.kernels.base import KernelSet
+from rollout.multimodal import ARCHITECTURES as MULTIMODAL
+from rollout.multimodal import VisionPart, VisualRows, check_inputs, is_multimodal
 
-ARCHITECTURES = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+ARCHITECTURES = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}) | MULTIMODAL
 """Proven bit-equal between decode, prefill and training by tests/parity."""
 ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 """The others rescale by the longest position in the call, so a stranger in the batch would change your rotation."""
@@ -74,6 +83,8 @@ def check_supported(config: PretrainedConfig, kernels: KernelSet, dtype: torch.d
         UnsupportedFeature: naming feature, config field and kernel set.
     """
     name = (config.architectures or [config.model_type])[0]
+    check_inputs(config)
+    config = config.get_text_config()
     for feature, field in required_features(config):
         kernels.require(feature, f"model {name} (config field {field})")
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -99,10 +110,10 @@ def _head_dim(config: PretrainedConfig) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _eos_ids(config: PretrainedConfig, folder: Path) -> tuple[int, ...]:
+def _eos_ids(configs: tuple[PretrainedConfig, ...], folder: Path) -> tuple[int, ...]:
     """EOS ids of config.json and generation_config.json; no sampling default is ever read from the latter."""
     found: list[int] = []
-    sources: list[Any] = [config.eos_token_id]
+    sources: list[Any] = [getattr(config, "eos_token_id", None) for config in configs]
     if (folder / "generation_config.json").exists():
         sources.append(GenerationConfig.from_pretrained(folder).eos_token_id)
     for ids in sources:
@@ -113,23 +124,49 @@ def _eos_ids(config: PretrainedConfig, folder: Path) -> tuple[int, ...]:
 class SharedModel:
     """A Hugging Face causal LM bound to a kernel set."""
 
-    def __init__(self, hf: PreTrainedModel, kernels: KernelSet, spec: ModelSpec) -> None:
+    def __init__(
+        self, hf: PreTrainedModel, kernels: KernelSet, spec: ModelSpec, vision: VisionPart | None = None
+    ) -> None:
         self.hf = hf
         self.kernels = kernels
         self.spec = spec
+        self.vision = vision
+        """the tower of a multimodal model"""
         self._decoder = hf.get_decoder()
         self._head: torch.nn.Module = hf.get_output_embeddings()
 
-    def hidden_states(self, input_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        """Final hidden states of packed rows: input_ids, positions int64 [T] -> [T, hidden]. Call in invariant mode."""
-        out = self._decoder(
-            input_ids=input_ids.to(self.device)[None],
-            position_ids=positions.to(self.device)[None],
-            use_cache=False,
-            attention_step=step,
-        )
-        hidden: torch.Tensor = out.last_hidden_state[0]
+    def hidden_states(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep, visual: VisualRows | None = None
+    ) -> torch.Tensor:
+        """Final hidden states of packed rows: input_ids, positions int64 [T] -> [T, hidden]. Call in invariant mode.
+
+        Args:
+            visual: for a multimodal model, which rows are features and M-RoPE's positions; None: text alone.
+        """
+        ids = input_ids.to(self.device)
+        if self.vision is None:
+            inputs = {"input_ids": ids[None], "position_ids": positions.to(self.device)[None]}
+        else:
+            inputs = self._multimodal_inputs(ids, positions, visual)
+        hidden: torch.Tensor = self._decoder(**inputs, use_cache=False, attention_step=step).last_hidden_state[0]
         return hidden
+
+    def _multimodal_inputs(
+        self, ids: torch.Tensor, positions: torch.Tensor, visual: VisualRows | None
+    ) -> dict[str, Any]:
+        embeds = self.hf.get_input_embeddings()(ids)
+        rope = positions.expand(3, -1) if visual is None else visual.rope_positions
+        extra: dict[str, Any] = {}
+        if visual is not None and visual.features is not None:
+            rows = visual.rows.to(self.device)
+            embeds = embeds.index_copy(0, rows, visual.features.embeds.to(embeds.dtype))
+            if visual.features.deepstack:
+                mask = torch.zeros(len(ids), dtype=torch.bool, device=self.device).index_fill_(0, rows, True)
+                extra = {
+                    "visual_pos_masks": mask[None],
+                    "deepstack_visual_embeds": list(visual.features.deepstack),
+                }
+        return {"inputs_embeds": embeds[None], "position_ids": rope.to(self.device)[:, None], **extra}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """lm_head in the model's dtype: [N, hidden] -> [N, >= vocab_size]."""
@@ -170,6 +207,7 @@ def load_model(
     kernels: KernelSet,
     context_length: int | None = None,
     trainable: bool = False,
+    vision_attention: str = "auto",
 ) -> SharedModel:
     """Load a checkpoint folder (config.json, safetensors) for either side.
 
@@ -177,6 +215,7 @@ def load_model(
         dtype: parameters are cast to it once, on load.
         context_length: shorter limit than the config's; None keeps the config's.
         trainable: keep gradients on (the trainer's side).
+        vision_attention: provider of a vision tower's attention; see ``resolve_vision``.
 
     Raises:
         NotFound: no such folder. UnsupportedFeature: see ``check_supported``. InvalidRequest: context too long.
@@ -186,11 +225,14 @@ def load_model(
         raise NotFound(f"{folder} has no config.json; give a Hugging Face checkpoint folder or a known model name")
     config = AutoConfig.from_pretrained(folder)
     check_supported(config, kernels, dtype)
-    longest = int(config.max_position_embeddings)
+    multimodal = is_multimodal(config)
+    text = config.get_text_config()
+    longest = int(text.max_position_embeddings)
     if context_length is not None and not 2 <= context_length <= longest:
         raise InvalidRequest(f"context_length {context_length} is outside [2, {longest}]", field="model.context_length")
     with _quiet_loading():
-        hf = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=register_interface())
+        loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+        hf = loader.from_pretrained(folder, dtype=dtype, attn_implementation=register_interface())
     hf.eval()
     hf.requires_grad_(trainable)
     module: torch.nn.Module = hf
@@ -198,16 +240,16 @@ def load_model(
     kernels.adapt(hf)
     spec = ModelSpec(
         name=folder.name,
-        vocab_size=int(config.vocab_size),
+        vocab_size=int(text.vocab_size),
         context_length=context_length or longest,
-        num_layers=int(config.num_hidden_layers),
-        num_kv_heads=int(config.num_key_value_heads),
-        head_dim=_head_dim(config),
-        eos_token_ids=_eos_ids(config, folder),
+        num_layers=int(text.num_hidden_layers),
+        num_kv_heads=int(text.num_key_value_heads),
+        head_dim=_head_dim(text),
+        eos_token_ids=_eos_ids((config, text), folder),
         dtype=dtype,
         tied=bool(config.tie_word_embeddings),
     )
-    return SharedModel(hf, kernels, spec)
+    return SharedModel(hf, kernels, spec, VisionPart(hf, kernels, vision_attention) if multimodal else None)
 
 
 def config_digest_source(model: SharedModel) -> str:
@@ -216,5 +258,14 @@ def config_digest_source(model: SharedModel) -> str:
     ignored = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache"}
     # Trainers fill these in: ids that end samples or pad rows, and the attention, which the manifest names by itself.
     ignored |= {"bos_token_id", "eos_token_id", "pad_token_id", "attn_implementation"}
-    kept = {k: v for k, v in config.items() if k not in ignored and not k.startswith("_")}
+    kept = _without(config, ignored)
     return json.dumps(kept, sort_keys=True, default=str)
+
+
+def _without(fields: Mapping[str, Any], ignored: set[str]) -> dict[str, Any]:
+    """Also within the configs of a multimodal model's parts."""
+    return {
+        k: _without(v, ignored) if k.endswith("_config") and isinstance(v, Mapping) else v
+        for k, v in fields.items()
+        if k not in ignored and not k.startswith("_")
+    }

@@ -101,7 +101,9 @@ class PageTables:
         return keys[number]
 
     def _ids(self, sequence: Sequence, number: int) -> TokenIds:
-        return tuple(sequence.token_ids[number * self.page_size : (number + 1) * self.page_size])
+        """What the page holds: token ids, then the images that lie in it, since a placeholder's id says nothing."""
+        first, last = number * self.page_size, (number + 1) * self.page_size
+        return (*sequence.token_ids[first:last], *sequence.placement.marks(first, last))
 
     def _note_version(self, sequence: Sequence) -> None:
         if not sequence.pages and self.pages.index is not None:

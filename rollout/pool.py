@@ -189,6 +189,7 @@ class Pool(Backend):
                 request.prompt_logprobs,
                 request.priority,
                 request.client,
+                images=request.images,
             ),
         )
         # The prompt is the same for all: one of them says its log-probs, the others may use its pages.
@@ -344,6 +345,7 @@ class Pool(Backend):
                 "max_message_bytes": server.max_message_bytes,
                 "max_priority": server.max_priority,
                 "max_top_logprobs": server.max_top_logprobs,
+                "max_images": server.max_images,
                 "max_waiting": self._settings.engine.max_waiting,
             },
             tensor_digests=digests,

@@ -2,7 +2,8 @@
 
 A page's key is a hash of the page before it, of its own token ids, and at the root of model identity and weight
 version. A key only finds a candidate: a hit also needs equal ids, the same weight version and the very entry matched
-one page earlier as parent, so by induction the whole prefix is equal, whatever the hash does.
+one page earlier as parent, so by induction the whole prefix is equal, whatever the hash does. Where images lie in a
+page, their places and 256-bit digests of their pixels count among its ids.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class CachedPage:
     """page number"""
     key: bytes
     token_ids: TokenIds
-    """[page_size]"""
+    """[page_size], then what ``Placement.marks`` says of images in it"""
     parent: CachedPage | None
     """the page before it; None at the start of a sequence"""
     version: int

@@ -8,7 +8,7 @@ from rollout.types import GenerateRequest, ScoreRequest
 
 
 def check_limits(request: GenerateRequest | ScoreRequest, server: ServerSettings) -> None:
-    """Refuse a priority or a number of alternatives beyond the settings."""
+    """Refuse a priority, a number of alternatives or of images beyond the settings."""
     if abs(request.priority) > server.max_priority:
         raise InvalidRequest(
             f"priority = {request.priority} is outside [-{server.max_priority}, {server.max_priority}] "
@@ -20,6 +20,11 @@ def check_limits(request: GenerateRequest | ScoreRequest, server: ServerSettings
             f"top_logprobs = {request.top_logprobs} is outside [0, {server.max_top_logprobs}] "
             "(server.max_top_logprobs)",
             field="top_logprobs",
+        )
+    holders = [request] if isinstance(request, GenerateRequest) else request.sequences
+    if (most := max((len(h.images) for h in holders), default=0)) > server.max_images:
+        raise InvalidRequest(
+            f"{most} images in one prompt are more than {server.max_images} (server.max_images)", field="images"
         )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.given_scores import GivenScores
+from rollout.placement import TEXT, Placement
 from rollout.prefix_cache import CachedPage
 from rollout.stopping import Stopper
 from rollout.types import FinishDetail, SampleRequest, ScoreSequence, VersionSpan
@@ -63,6 +64,8 @@ class Sequence:
     """likeliest tokens to report at every row whose logits are wanted"""
     given: GivenScores | None = None
     """log-probs of given tokens: of a scored sequence, or of a prompt until they were handed out"""
+    placement: Placement = TEXT
+    """where its images are"""
     stopper: Stopper | None = None
     finish: FinishDetail | None = None
 

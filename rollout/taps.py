@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from rollout.activation_log import digest_rows
-from rollout.attention import AttentionStep, PackedStep, paged_step
+from rollout.attention import AttentionStep, PackedStep, PagedStep
 from rollout.errors import InvalidRequest
 from rollout.kernels.base import Decoder
 from rollout.model import SharedModel
+from rollout.placement import place
 from rollout.replay_pages import ReplayPages
 from rollout.types import UInt64Array
 
@@ -166,6 +167,8 @@ class Tracer:
         size = len(request.token_ids)
         if not size:
             raise InvalidRequest("a trace needs at least one token", field="token_ids")
+        # A replay carries no images: placeholders would pass for text.
+        place(request.token_ids, (), self._model.vision.rules if self._model.vision else None, "token_ids")
         if request.path == "fused" and self._decoder is None:
             raise InvalidRequest("this kernel set has no fused forward to trace; use path modules", field="path")
         recorder = _Recorder(request.within, frozenset(request.tensors))
@@ -249,6 +252,6 @@ class Tracer:
             hidden = self._decoder.hidden_states(input_ids, places, slots, pages.store, pages.table, seqlens, cu)
             return hidden[: len(ids)]
         recorder.first, recorder.last = 0, len(ids)
-        step = paged_step(self._model.kernels, pages.store, slots, pages.table, seqlens, cu)
+        step = PagedStep(self._model.kernels, pages.store, slots, pages.table, seqlens, cu)
         with _hooked(self._model, recorder):
             return self._model.hidden_states(input_ids, places, _TappedStep(step, recorder))[: len(ids)]

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from rollout.images import ImageInput
+
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 UInt64Array = npt.NDArray[np.uint64]
@@ -114,12 +116,13 @@ class GenerateRequest:
     top_logprobs: int = 0
     """Also return this many of the likeliest tokens at every position that is reported."""
     prompt_logprobs: bool = False
-    """Also return the log-probs of prompt tokens 1..P-1, once a request. Those rows are computed: no cached page serves
-    the first sample."""
+    """Also return the log-probs of prompt tokens 1..P-1, once a request. Those rows are computed, never cached ones."""
     priority: int = 0
     """Higher is admitted first and preempted last. Changes no bit."""
     client: str = ""
     """Whose fair share it counts against; the service fills it in."""
+    images: tuple[ImageInput, ...] = ()
+    """One for each run of image placeholders in the prompt, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,7 @@ class SampleRequest:
     client: str = ""
     trace: str = ""
     """W3C traceparent of the call that asked; nothing sampled depends on it."""
+    images: tuple[ImageInput, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +171,7 @@ class FinishDetail:
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """The n likeliest tokens at each of l positions under the policy distribution (C1: no filter), likeliest first.
-
-    Equal log-probs stand in order of their ids.
-    """
+    """The n likeliest tokens at each of l positions (C1: no filter), likeliest first; equal ones in order of ids."""
 
     token_ids: Int32Array
     """[l, n]"""
@@ -259,6 +260,7 @@ class ScoreSequence:
     """[S] S >= 2"""
     start: int = 1
     """First scored position, >= 1: position 0 has no log-prob."""
+    images: tuple[ImageInput, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 
 from rollout.activation_log import ActivationLog
 from rollout.certify.certificate import require_certificate
+from rollout.certify.plans import take_certified_plan
 from rollout.config import Settings
 from rollout.detokenize import Detokenizer
 from rollout.engine import Engine
@@ -61,7 +62,11 @@ def load_served_model(settings: Settings, path: Path) -> SharedModel:
     """The model a service with these settings serves: kernel set resolved once, from here on known by its name."""
     kernels = kernels_of(settings)
     return load_model(
-        path, dtype=DTYPES[settings.model.dtype], kernels=kernels, context_length=settings.model.context_length
+        path,
+        dtype=DTYPES[settings.model.dtype],
+        kernels=kernels,
+        context_length=settings.model.context_length,
+        vision_attention=settings.kernels.vision_attention,
     )
 
 
@@ -76,9 +81,11 @@ def load_engine(settings: Settings, path: Path, name: str) -> tuple[Engine, dict
     """An engine for these settings with its manifest; with ``engine.strict`` only under a certificate."""
     engine = settings.engine
     model = load_served_model(settings, path)
+    file = Path(engine.certificate) if engine.certificate is not None else None
+    if engine.strict:
+        take_certified_plan(model, file)
     manifest = build_manifest(model)
     if engine.strict:
-        file = Path(engine.certificate) if engine.certificate is not None else None
         require_certificate(manifest, path=file, threads=engine.threads)
     limits = SchedulerLimits(
         engine.max_batch_tokens,

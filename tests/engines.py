@@ -20,6 +20,7 @@ from rollout.detokenize import Detokenizer
 from rollout.engine import Engine
 from rollout.errors import RolloutError
 from rollout.events import Event, FailureEvent, ScoreEvent
+from rollout.images import ImageInput
 from rollout.kernels.registry import resolve_kernels
 from rollout.model import SharedModel, load_model
 from rollout.scheduler import SchedulerLimits
@@ -207,11 +208,17 @@ def isolated(model: SharedModel, request: SampleRequest, **options: Any) -> Gene
 
 
 def rescore(
-    engine: Engine, sequences: Sequence[Sequence[int]], starts: Sequence[int], temperatures: Sequence[float]
+    engine: Engine,
+    sequences: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    temperatures: Sequence[float],
+    images: Sequence[tuple[ImageInput, ...]] | None = None,
 ) -> list[SequenceScore]:
     """``Score`` of whole sequences, all at once."""
+    pictures = images if images is not None else [()] * len(sequences)
     for i, (ids, start, temperature) in enumerate(zip(sequences, starts, temperatures, strict=True)):
-        engine.add_score(f"score{i}", ScoreSequence(tuple(ids), start), temperature=temperature, want_digests=True)
+        score = ScoreSequence(tuple(ids), start, pictures[i])
+        engine.add_score(f"score{i}", score, temperature=temperature, want_digests=True)
     samples = drain(engine).samples
     scores = [samples[f"score{i}"].score for i in range(len(sequences))]
     return [s for s in scores if s is not None]
@@ -235,9 +242,8 @@ def train_forward(
 
 
 def training_sample(request: SampleRequest, generated: Generated) -> TrainingSample:
-    return TrainingSample(
-        np.array(request.prompt_ids, np.int32), np.array(generated.token_ids, np.int32), request.sampling.temperature
-    )
+    ids = np.array(request.prompt_ids, np.int32), np.array(generated.token_ids, np.int32)
+    return TrainingSample(*ids, request.sampling.temperature, request.images)
 
 
 def unequal(a: npt.ArrayLike, b: npt.ArrayLike) -> int:
@@ -254,7 +260,8 @@ def assert_three_ways_equal(
     ordered = [generated[r.sample_id] for r in requests]
     whole = [[*r.prompt_ids, *g.token_ids] for r, g in zip(requests, ordered, strict=True)]
     starts = [len(r.prompt_ids) for r in requests]
-    scores = rescore(engine, whole, starts, [r.sampling.temperature for r in requests])
+    temperatures = [r.sampling.temperature for r in requests]
+    scores = rescore(engine, whole, starts, temperatures, [r.images for r in requests])
     trained = train_forward(model, [training_sample(r, g) for r, g in zip(requests, ordered, strict=True)])
     for request, one, score, (logprobs, digests) in zip(requests, ordered, scores, trained, strict=True):
         where = f"{request.sample_id} (prompt {len(request.prompt_ids)})"

@@ -22,6 +22,7 @@ from rollout.kernels.registry import resolve_kernels
 from rollout.logprobs import policy_logprobs
 from rollout.manifest import build_manifest
 from rollout.model import ModelSpec, SharedModel, check_supported
+from rollout.multimodal import is_multimodal
 from trainer_bridge.aligned_attention import KERNELS_ATTRIBUTE, register_training_interface
 from trainer_bridge.forward import HEAD_ROWS
 
@@ -85,6 +86,11 @@ def align(
 def install(model: Any, kernels: KernelSet, dtype: torch.dtype) -> Undo:
     """Attention, casts and autocast guard, without the invariant mode; returns what takes them out again."""
     hf = unwrapped(model)
+    if is_multimodal(hf.config):
+        raise UnsupportedFeature(
+            f"a model of type {hf.config.model_type} with a vision tower cannot be aligned in place; load it by "
+            "rollout.model.load_model and score with trainer_bridge.forward.TrainingForward"
+        )
     check_supported(hf.config, kernels, dtype)
     _check_dropout(hf)
     undo = [_use_attention(hf, kernels), _guard_autocast(hf), *(_cast(m, dtype) for m in _with_parameters(hf))]

@@ -15,8 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from rollout.attention import PackedStep
 from rollout.errors import InvalidRequest
+from rollout.images import ImageInput
 from rollout.logprobs import effective_temperature, policy_logprobs, row_digests
 from rollout.model import SharedModel
+from rollout.multimodal import ImageFeatures, VisualRows, visual_rows
+from rollout.placement import ImageSpan, place
 from rollout.types import Int32Array, UInt64Array
 
 HEAD_ROWS = 512
@@ -33,6 +36,8 @@ class TrainingSample:
     """[L], L >= 1"""
     temperature: float = 1.0
     """as sampled; 0 scores as 1"""
+    images: tuple[ImageInput, ...] = ()
+    """as sent with the prompt"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +138,10 @@ class TrainingForward:
         """
         batch = pack(samples)
         step = PackedStep(self.model.kernels, batch.cu_seqlens)
-        hidden = self.model.hidden_states(batch.input_ids, batch.positions, step)[batch.rows.to(self.model.device)]
+        visual = self._visual(samples)
+        hidden = self.model.hidden_states(batch.input_ids, batch.positions, step, visual)[
+            batch.rows.to(self.model.device)
+        ]
         parts: list[torch.Tensor] = []
         hashed: list[UInt64Array] = []
         for start in range(0, len(batch.targets), HEAD_ROWS):
@@ -143,6 +151,25 @@ class TrainingForward:
                 with torch.no_grad():
                     hashed.append(row_digests(self.model.logits(hidden[here]), self.model.spec.vocab_size))
         return TrainingOutput(torch.cat(parts), np.concatenate(hashed) if digests else None, batch.lengths)
+
+    def _visual(self, samples: Sequence[TrainingSample]) -> VisualRows | None:
+        """Each image once a micro-batch, so that samples of one prompt share its features and add up its gradient."""
+        part = self.model.vision
+        rules = None if part is None else part.rules
+        ranges = []
+        for i, sample in enumerate(samples):
+            ids = np.concatenate((sample.prompt_ids, sample.token_ids)).tolist()
+            ranges.append((place(ids, sample.images, rules, f"samples[{i}]"), 0, len(ids)))
+        if part is None:
+            return None
+        features: dict[bytes, ImageFeatures] = {}
+
+        def of(span: ImageSpan) -> ImageFeatures:
+            if span.digest not in features:
+                features[span.digest] = part.encode(span.image)
+            return features[span.digest]
+
+        return visual_rows(ranges, of)
 
     def _head(self, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
         def logprobs(rows: torch.Tensor) -> torch.Tensor:

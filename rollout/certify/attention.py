@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from rollout.certify.subject import STRANGER_ROWS, Family, Outcome, Subject, compare
-from rollout.kernels.base import KVLayout, KVStore
+from rollout.kernels.base import KernelSet, KVLayout, KVStore
 
 _CHUNKS = (2, 9, 31, 33, 64)
 _MOST_ERROR = 2.0**-6
@@ -26,11 +28,12 @@ class _Inputs:
 
 
 def _inputs(subject: Subject) -> _Inputs:
-    spec, heads = subject.spec, int(subject.model.hf.config.num_attention_heads)
+    spec, heads = subject.spec, int(subject.model.hf.config.get_text_config().num_attention_heads)
     n = subject.longest
     k = subject.random(2, n, spec.num_kv_heads, spec.head_dim)
     v = subject.random(3, n, spec.num_kv_heads, spec.head_dim)
-    return _Inputs(2 * subject.random(1, n, heads, spec.head_dim), k, v, spec.head_dim**-0.5)
+    # Not 1 / sqrt(D): a kernel that brings its own scale shows.
+    return _Inputs(2 * subject.random(1, n, heads, spec.head_dim), k, v, 0.75 * spec.head_dim**-0.5)
 
 
 def _edges(lengths: Sequence[int]) -> torch.Tensor:
@@ -81,9 +84,23 @@ def _varlen(
 @torch.no_grad()
 def _checks(subject: Subject) -> Iterator[Outcome]:
     inputs = _inputs(subject)
+    yield _against_float64(inputs, _varlen(subject, [(inputs.q, inputs.k, inputs.v)], inputs.scale))
+    yield from _around_edges(subject, inputs)
+    for name, kernels in subject.kernels.closer_views():
+        for outcome in _around_edges(_seen_by(subject, kernels), inputs):
+            yield dataclasses.replace(outcome, name=f"{outcome.name}, {name}")
+
+
+def _seen_by(subject: Subject, kernels: KernelSet) -> Subject:
+    """The same subject with another set's results."""
+    model = copy.copy(subject.model)
+    model.kernels = kernels
+    return dataclasses.replace(subject, model=model)
+
+
+def _around_edges(subject: Subject, inputs: _Inputs) -> Iterator[Outcome]:
     q, k, v, scale = inputs.q, inputs.k, inputs.v, inputs.scale
     full = _varlen(subject, [(q, k, v)], scale)
-    yield _against_float64(inputs, full)
     for seed in (None, 1, 2):
         pages = _Pages(subject, inputs, seed)
         order = "pages in order" if seed is None else f"pages shuffled ({seed})"
@@ -107,9 +124,7 @@ def _checks(subject: Subject) -> Iterator[Outcome]:
 
 
 def _strangers(subject: Subject, inputs: _Inputs, pages: _Pages, full: torch.Tensor) -> Iterator[Outcome]:
-    """A decode row beside another sequence's prefill, in one call where the set allows that."""
-    if not subject.kernels.capabilities.mixed_rows:
-        return
+    """A decode row beside another sequence's prefill."""
     n = subject.lengths[len(subject.lengths) // 2]
     for rows in STRANGER_ROWS:
         count = min(rows, subject.longest)
@@ -121,8 +136,8 @@ def _strangers(subject: Subject, inputs: _Inputs, pages: _Pages, full: torch.Ten
 
 def _against_float64(inputs: _Inputs, out: torch.Tensor) -> Outcome:
     """Two paths can agree and both be wrong: a dense float64 attention stands beside them."""
-    wanted = reference_attention(inputs.q, inputs.k, inputs.v, inputs.scale)
-    error = float((out.double() - wanted).abs().max() / wanted.abs().max())
+    wanted = reference_attention(inputs.q.cpu(), inputs.k.cpu(), inputs.v.cpu(), inputs.scale)
+    error = float((out.cpu().double() - wanted).abs().max() / wanted.abs().max())
     return Outcome("against float64", out.numel(), int(not error <= _MOST_ERROR), f"largest error {error:.1e} of max")
 
 

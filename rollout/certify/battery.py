@@ -69,8 +69,9 @@ def certify(
     """Run the battery on the machine and with the weights at hand. Changes torch's thread count only for its duration.
 
     Raises:
-        ParityError: the kernel set itself found that nothing here could be exact.
+        ParityError: the kernel set itself found that nothing here could be exact, or no open plan of it was.
     """
+    model.kernels.choose_plan(model.hf)
     decoder = model.kernels.decoder(model.hf, min(model.spec.context_length, 4096))
     subject = Subject(model, decoder, level, tuple(dict.fromkeys(thread_counts)))
     before = torch.get_num_threads()

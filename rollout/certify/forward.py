@@ -54,9 +54,6 @@ def _strangers(subject: Subject, ids: torch.Tensor, wanted: torch.Tensor) -> Ite
     steps.run([Rows(0, 0, last, wanted=False)])
     for stranger, count in enumerate(counts, 1):
         company = [Rows(0, last, last + 1), Rows(stranger, 0, count, wanted=False)]
-        if not subject.kernels.capabilities.mixed_rows:
-            steps.run(company[1:])
-            company = company[:1]
         (logits,) = steps.run(company)
         yield compare(f"decode beside a prefill of {count} rows", logits, wanted[last:])
 

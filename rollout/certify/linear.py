@@ -24,7 +24,8 @@ def shapes(subject: Subject) -> dict[tuple[int, int], torch.nn.Linear]:
 
 def _inputs(subject: Subject, outer: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
     rows = _MOST_ROWS_FULL if subject.full else _MOST_ROWS
-    return cancelling_product(rows, inner, outer, subject.spec.dtype, subject.seed)
+    x, weight = cancelling_product(rows, inner, outer, subject.spec.dtype, subject.seed)
+    return x.to(subject.kernels.device), weight.to(subject.kernels.device)
 
 
 @torch.no_grad()
@@ -37,7 +38,7 @@ def _checks(subject: Subject) -> Iterator[Outcome]:
             for rows in _FULL_ROWS if subject.full else _QUICK_ROWS:
                 if rows < len(x):
                     yield compare(f"{outer}x{inner}, {rows} rows", linear(x[:rows], weight, bias), whole[:rows])
-            order = torch.randperm(len(x), generator=subject.generator(1))
+            order = torch.randperm(len(x), generator=subject.generator(1)).to(x.device)
             yield compare(f"{outer}x{inner}, rows in another order", linear(x[order], weight, bias), whole[order])
             # Three dimensions, as a padded trainer calls it.
             cube = linear(x.view(2, -1, inner), weight, bias)

@@ -18,7 +18,7 @@ _MOST_ERROR = 2e-6
 def _inputs(subject: Subject) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     vocab = subject.spec.vocab_size
     logits = 3 * subject.random(50, _ROWS, vocab)
-    targets = torch.randint(0, vocab, (_ROWS,), generator=subject.generator(51))
+    targets = torch.randint(0, vocab, (_ROWS,), generator=subject.generator(51)).to(logits.device)
     given = [effective_temperature(_TEMPERATURES[i % len(_TEMPERATURES)]) for i in range(_ROWS)]
     return logits, targets, torch.tensor(given, dtype=torch.float32)
 
@@ -36,15 +36,16 @@ def _checks(subject: Subject) -> Iterator[Outcome]:
             ]
             sampled = torch.cat(parts).gather(1, targets[:, None])[:, 0]
             yield compare(f"sampler in slices of {size} against training in one", sampled, trained)
-        padded = torch.cat((logits, torch.full((_ROWS, 13), 1e4, dtype=logits.dtype)), 1)
+        padded = torch.cat((logits, logits.new_full((_ROWS, 13), 1e4)), 1)
         yield compare(
             "columns beyond the vocabulary", policy_logprobs(padded, targets, temperatures, vocab), trained
         )  # fmt: skip
         alone = torch.from_numpy(row_digests(logits[3:4], vocab).view("int64"))
         whole = torch.from_numpy(row_digests(padded, vocab).view("int64"))
         yield compare("row digest alone and in company", alone, whole[3:4])
-    exact = torch.log_softmax(logits.double() / temperatures.double()[:, None], -1).gather(1, targets[:, None])[:, 0]
-    error = float(((trained.double() - exact) / exact).abs().max())
+    scaled = logits.cpu().double() / temperatures.double()[:, None]
+    exact = torch.log_softmax(scaled, -1).gather(1, targets.cpu()[:, None])[:, 0]
+    error = float(((trained.cpu().double() - exact) / exact).abs().max())
     yield Outcome("against float64", _ROWS, int(not error <= _MOST_ERROR), f"largest relative error {error:.1e}")
 
 

@@ -9,6 +9,8 @@ import torch
 from rollout.certify.subject import Family, Outcome, Subject, compare
 
 _ROWS = 33
+_NORM_ROWS, _NORM_ROWS_FULL = (1024, 2**16), (8192, 2**19)
+"""Most rows, and elements wanted."""
 
 
 def _operations() -> Mapping[str, Callable[[torch.Tensor], torch.Tensor]]:
@@ -26,8 +28,14 @@ def _operations() -> Mapping[str, Callable[[torch.Tensor], torch.Tensor]]:
     }
 
 
+def _of_towers() -> Mapping[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """What only vision towers ask for."""
+    gelu = torch.nn.functional.gelu
+    return {"gelu": gelu, "gelu by tanh": lambda x: gelu(x, approximate="tanh")}
+
+
 def _widths(subject: Subject) -> tuple[int, ...]:
-    config = subject.model.hf.config
+    config = subject.model.hf.config.get_text_config()
     found = [subject.spec.head_dim, config.hidden_size, config.intermediate_size, subject.spec.vocab_size]
     # One width that no vector length divides: vector bodies and scalar tails must agree.
     return tuple(dict.fromkeys([*found, config.hidden_size + 7]))
@@ -46,6 +54,15 @@ def _norms(subject: Subject) -> Iterator[tuple[str, torch.nn.Module, int]]:
             yield name, module, weight.numel()
 
 
+def _spread(subject: Subject, width: int) -> torch.Tensor:
+    """Of many magnitudes: sums of squares of bfloat16 values that are all alike are exact in any order."""
+    most, elements = _NORM_ROWS_FULL if subject.full else _NORM_ROWS
+    rows = min(most, max(_ROWS, elements // width))
+    powers = torch.randint(-5, 6, (rows, width), generator=subject.generator(7))
+    x = torch.randn(rows, width, generator=subject.generator(6)).to(subject.spec.dtype)
+    return torch.ldexp(x.float(), powers).to(subject.spec.dtype).to(subject.kernels.device)
+
+
 def _company(name: str, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Iterator[Outcome]:
     whole = run(x)
     for first, last in ((0, 1), (len(x) - 1, len(x)), (1, 4), (0, len(x) - 1)):
@@ -54,21 +71,26 @@ def _company(name: str, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Te
 
 @torch.no_grad()
 def _checks(subject: Subject) -> Iterator[Outcome]:
+    operations = {**_operations(), **(_of_towers() if subject.model.vision is not None else {})}
     with subject.kernels.invariant_mode():
         for width in _widths(subject):
             x = 3 * subject.random(width, _ROWS, width)
-            for name, run in _operations().items():
+            for name, run in operations.items():
                 yield from _company(f"{name} of {width}", run, x)
                 if name in ("mean", "sum", "softmax", "log_softmax"):
                     yield from _company(f"{name} of {width} in float32", run, subject.wide(width, _ROWS, width))
         for name, module, width in _norms(subject):
             yield from _company(f"{name} ({type(module).__name__})", module, subject.random(5, _ROWS, width))
+            # A sum that is off by its last bit changes one rounded output in tens of thousands: many rows show it.
+            x = _spread(subject, width)
+            alone = torch.cat([module(x[i : i + 1]) for i in range(len(x))])
+            yield compare(f"{name} ({type(module).__name__}), {len(x)} rows one at a time", alone, module(x))
 
 
 @torch.no_grad()
 def _control(subject: Subject) -> Outcome:
     """A row sum whose pieces depend on the number of rows."""
-    x = subject.wide(9, _ROWS, subject.model.hf.config.intermediate_size)
+    x = subject.wide(9, _ROWS, subject.model.hf.config.get_text_config().intermediate_size)
 
     def pieces(rows: torch.Tensor) -> torch.Tensor:
         count = 2 if len(rows) == 1 else 3

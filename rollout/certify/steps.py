@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rollout.attention import PackedStep, paged_step
+from rollout.attention import PackedStep, PagedStep
 from rollout.certify.subject import Subject
 from rollout.replay_pages import ReplayPages
 
@@ -46,7 +46,7 @@ class Steps:
             hidden = subject.decoder.hidden_states(ids, positions, slots, store, table, seqlens, cu)
             head = subject.decoder.logits
         else:
-            step = paged_step(subject.kernels, store, slots, table, seqlens, cu)
+            step = PagedStep(subject.kernels, store, slots, table, seqlens, cu)
             hidden, head = subject.model.hidden_states(ids, positions, step), subject.model.logits
         parts = hidden.split([r.last - r.first for r in rows])
         kept = [part for part, r in zip(parts, rows, strict=True) if r.wanted]

@@ -64,7 +64,9 @@ class Subject:
     @property
     def longest(self) -> int:
         """Longest sequence of the attention family, tokens."""
-        wanted = 1100 if self.full else max(2 * self.kernels.page_size + 2, 66)
+        # One whole period of every edge, and a page more.
+        page, period = self.kernels.page_size, max(e.period for e in self.kernels.length_edges())
+        wanted = 1100 if self.full else max(period + page + 2, 2 * page + 2, 66)
         return min(wanted, self.spec.context_length)
 
     @property
@@ -77,15 +79,15 @@ class Subject:
         return torch.Generator().manual_seed(self.seed * 1000 + salt)
 
     def random(self, salt: int, *shape: int) -> torch.Tensor:
-        """Standard normal in the model's dtype."""
-        return torch.randn(*shape, generator=self.generator(salt)).to(self.spec.dtype)
+        """Standard normal in the model's dtype, on the set's device, where everything that is certified must run."""
+        return torch.randn(*shape, generator=self.generator(salt)).to(self.spec.dtype).to(self.kernels.device)
 
     def wide(self, salt: int, *shape: int) -> torch.Tensor:
         """Standard normal in float32, every bit of it: sums of bfloat16 values are often exact in any order."""
-        return torch.randn(*shape, generator=self.generator(salt))
+        return torch.randn(*shape, generator=self.generator(salt)).to(self.kernels.device)
 
     def token_ids(self, salt: int, count: int) -> torch.Tensor:
-        """int64 [count] anywhere in the vocabulary."""
+        """int64 [count] anywhere in the vocabulary, on the host like every step's tables."""
         return torch.randint(0, self.spec.vocab_size, (count,), generator=self.generator(salt))
 
 
@@ -105,7 +107,7 @@ def count_unequal(left: torch.Tensor, right: torch.Tensor) -> int:
     assert left.shape == right.shape and left.dtype == right.dtype, f"{left.shape} against {right.shape}"
     kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
     kind = kinds[left.dtype.itemsize]
-    left, right = left.contiguous().view(kind), right.contiguous().view(kind)
+    left, right = left.cpu().contiguous().view(kind), right.cpu().contiguous().view(kind)
     return 0 if torch.equal(left, right) else int((left != right).sum())
 
 

@@ -10,7 +10,9 @@ import torch
 from rollout.certify.linear import shapes
 from rollout.certify.steps import training_logits
 from rollout.certify.subject import Family, Outcome, Subject, compare
+from rollout.images import ImageInput
 from rollout.kernels.probe import cancelling_product
+from rollout.multimodal import VisionPart, images_of
 
 
 @contextlib.contextmanager
@@ -28,7 +30,8 @@ def _run(subject: Subject, count: int) -> dict[str, torch.Tensor]:
     with torch_threads(count), subject.kernels.invariant_mode():
         results: dict[str, torch.Tensor] = {}
         for outer, inner in shapes(subject):
-            x, weight = cancelling_product(33, inner, outer, subject.spec.dtype, subject.seed)
+            product = cancelling_product(33, inner, outer, subject.spec.dtype, subject.seed)
+            x, weight = (part.to(subject.kernels.device) for part in product)
             results[f"{outer}x{inner}"] = torch.nn.functional.linear(x, weight)
         wide = subject.wide(40, subject.spec.vocab_size * 3)
         results["sum to one element"] = wide.sum()[None]
@@ -36,7 +39,16 @@ def _run(subject: Subject, count: int) -> dict[str, torch.Tensor]:
         results["log_softmax of one row"] = torch.log_softmax(wide, -1)
         ids = subject.token_ids(41, min(subject.kernels.page_size + 3, subject.spec.context_length))
         results["whole model"] = training_logits(subject, [ids])[0]
+        if subject.model.vision is not None:
+            results["features of an image"] = subject.model.vision.encode(_image(subject, subject.model.vision)).embeds
     return results
+
+
+def _image(subject: Subject, part: VisionPart) -> ImageInput:
+    """Random pixels, 12 x 8 features."""
+    grid = 1, 12 * part.rules.merge, 8 * part.rules.merge
+    pixels = subject.wide(42, grid[1] * grid[2], part.rules.patch_values)
+    return images_of(pixels, torch.tensor([grid]))[0]
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from rollout.codec.fields import MAX_TOKEN_ID, assign, check_count, check_token_ids, extend, malformed, token_ids
+from rollout.codec.image import add_images, images_from_proto
 from rollout.codec.sampling import (
     mode_from_proto,
     mode_to_proto,
@@ -61,6 +62,7 @@ def generate_request_to_proto(request: GenerateRequest, *, text: str | None = No
         extend(message.tokens.ids, request.prompt_ids, "prompt")
     elif request.prompt_ids:
         raise InvalidRequest(f"prompt has both a text and {len(request.prompt_ids)} ids; give one", field="prompt")
+    add_images(message.images, request.images)
     return message
 
 
@@ -92,6 +94,7 @@ def generate_request_from_proto(
         priority=message.priority if message.HasField("priority") else 0,
         top_logprobs=check_count(message.top_logprobs if message.HasField("top_logprobs") else 0, "top_logprobs"),
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else False,
+        images=images_from_proto(message.images),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rollout.codec.fields import assign, check_count, check_temperature, extend, malformed, token_ids
+from rollout.codec.image import add_images, images_from_proto
 from rollout.codec.sampling import mode_from_proto, mode_to_proto
 from rollout.codec.tensor import check_vector, tensor_to_proto, vector_from_proto
 from rollout.codec.top import check_top, top_from_proto, top_to_proto
@@ -32,6 +33,7 @@ def score_request_to_proto(request: ScoreRequest) -> pb.ScoreRequest:
         item = message.sequences.add()
         assign(item, f"sequences[{index}].", start=sequence.start)
         extend(item.tokens.ids, sequence.token_ids, f"sequences[{index}].tokens.ids")
+        add_images(item.images, sequence.images)
     return message
 
 
@@ -67,7 +69,7 @@ def _sequence_from_proto(message: pb.ScoreSequence, field: str) -> ScoreSequence
         raise InvalidRequest(
             f"{field}.start = {start} must lie in [1, {len(ids)}): position 0 has no log-prob", field=f"{field}.start"
         )
-    return ScoreSequence(token_ids=ids, start=start)
+    return ScoreSequence(token_ids=ids, start=start, images=images_from_proto(message.images, f"{field}."))
 
 
 def score_result_to_proto(result: ScoreResult) -> pb.ScoreResponse:

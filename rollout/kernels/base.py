@@ -24,8 +24,6 @@ class Capabilities:
     max_head_dim: int
     features: frozenset[str]
     """Names out of ``FEATURES``."""
-    mixed_rows: bool
-    """Whether decode and prefill rows may share one attention call without changing bits; else they go in two calls."""
 
 
 FEATURES: Mapping[str, str] = {
@@ -171,6 +169,8 @@ class KernelSet(ABC):
     ) -> torch.Tensor:
         """FA3 ``flash_attn_with_kvcache`` with varlen queries and num_splits = 1; KV must already be written.
 
+        Decode and prefill rows may come together: a set whose kernels must not see both in one call parts them here.
+
         Args:
             q: [T, H, D] packed query rows of B sequences.
             page_table: int32 [B, max_pages].
@@ -233,6 +233,26 @@ class KernelSet(ABC):
     def measured_plan(self, hf: Any) -> Mapping[str, str]:
         """What this set chooses by measurement on this machine for this Hugging Face model, for the certificate."""
         return {}
+
+    def open_plans(self) -> tuple[str, ...]:
+        """Plans that settings left to measurement; () where there is nothing to choose."""
+        return ()
+
+    def take_plan(self, name: str) -> None:
+        """Compute by one of ``open_plans`` from here on; both sides must."""
+        raise UnsupportedFeature(f"kernel set {self.name!r} has no plan {name!r} to take")
+
+    def choose_plan(self, hf: Any) -> None:
+        """Take the first open plan that this device shows to be exact for this Hugging Face model.
+
+        Raises:
+            ParityError: none is, with what each showed.
+        """
+        return None
+
+    def closer_views(self) -> tuple[tuple[str, KernelSet], ...]:
+        """The same calls seen through results in which a difference shows sooner than in rounded outputs: name, set."""
+        return ()
 
     def require(self, feature: str, wanted_by: str) -> None:
         """Raise UnsupportedFeature when ``feature`` is absent."""

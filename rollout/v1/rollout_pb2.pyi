@@ -178,6 +178,36 @@ class TokenIds(_message.Message):
 Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
+class Image(_message.Message):
+    """Image in patches, as the model's image processor makes them. Nothing is decoded, resized or normalised here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIXEL_VALUES_FIELD_NUMBER: _builtins.int
+    GRID_THW_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pixel_values(self) -> Global___Tensor:
+        """float32, bfloat16 or float16 [patches, values of one patch]; finite."""
+
+    @_builtins.property
+    def grid_thw(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Patches along time (1), height and width; their product is the number of patches."""
+
+    def __init__(
+        self,
+        *,
+        pixel_values: Global___Tensor | None = ...,
+        grid_thw: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pixel_values", b"pixel_values"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grid_thw", b"grid_thw", "pixel_values", b"pixel_values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Image: _TypeAlias = Image  # noqa: Y015
+
+@_typing.final
 class SamplingParams(_message.Message):
     """SamplingParams: an unset field is neutral. Proto zeros are never taken for unset."""
 
@@ -300,6 +330,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Client's name, unique among its live requests; empty: the service makes one."""
     text: _builtins.str
@@ -324,6 +355,10 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> Global___SamplingParams:
         """How tokens are drawn."""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___Image]:
+        """One for each run of image placeholders in the prompt, in order; at most the server's limit max_images."""
+
     def __init__(
         self,
         *,
@@ -337,10 +372,11 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int | None = ...,
         top_logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.bool | None = ...,
+        images: _abc.Iterable[Global___Image] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_row_digests", b"_row_digests", "_sample_index", b"_sample_index", "_top_logprobs", b"_top_logprobs", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "row_digests", b"row_digests", "sample_index", b"sample_index", "sampling", b"sampling", "text", b"text", "tokens", b"tokens", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_row_digests", b"_row_digests", "_sample_index", b"_sample_index", "_top_logprobs", b"_top_logprobs", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "row_digests", b"row_digests", "sample_index", b"sample_index", "sampling", b"sampling", "text", b"text", "tokens", b"tokens", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_row_digests", b"_row_digests", "_sample_index", b"_sample_index", "_top_logprobs", b"_top_logprobs", "images", b"images", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "row_digests", b"row_digests", "sample_index", b"sample_index", "sampling", b"sampling", "text", b"text", "tokens", b"tokens", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
@@ -712,21 +748,27 @@ class ScoreSequence(_message.Message):
 
     TOKENS_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     """First scored position, >= 1; default 1."""
     @_builtins.property
     def tokens(self) -> Global___TokenIds:
         """At least two ids."""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___Image]:
+        """As in GenerateRequest."""
+
     def __init__(
         self,
         *,
         tokens: Global___TokenIds | None = ...,
         start: _builtins.int | None = ...,
+        images: _abc.Iterable[Global___Image] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_start", b"_start", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_start", b"_start", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_start", b"_start", "images", b"images", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__start: _TypeAlias = _typing.Literal["start"]  # noqa: Y015
     _WhichOneofArgType__start: _TypeAlias = _typing.Literal["_start", b"_start"]  # noqa: Y015

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypedDict
 
 from rollout.errors import InvalidRequest
+from rollout.images import ImageInput
 from rollout.types import GenerateRequest, SamplingParams, ScoreRequest, ScoreSequence
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -22,6 +23,7 @@ class GenerateOptions(TypedDict, total=False):
     top_logprobs: int
     prompt_logprobs: bool
     priority: int
+    images: tuple[ImageInput, ...]
 
 
 class ScoreCallOptions(TypedDict, total=False):

@@ -22,6 +22,9 @@ from rollout.kernels.cpu.vector import WIDTH, in_all_lanes, put, take
 
 _CHUNK = 16384
 _ONE = np.float32(1.0)
+_GELU_OUTER = np.float32(2.0 * math.sqrt(2.0 / math.pi))
+_GELU_INNER = np.float32(0.044715)
+_SQRT_HALF = math.sqrt(0.5)
 
 
 @compiled
@@ -51,6 +54,22 @@ def _sin(x: np.ndarray, out: np.ndarray) -> None:
         out[i] = store(np.float32(math.sin(np.float64(load(x[i])))), x[i])
 
 
+@compiled
+def _gelu_tanh(x: np.ndarray, out: np.ndarray) -> None:
+    # (1 + tanh(u)) / 2 is 1 / (1 + e**-2u).
+    one, outer, inner = in_all_lanes(_ONE), in_all_lanes(_GELU_OUTER), in_all_lanes(_GELU_INNER)
+    for i in range(0, x.size, WIDTH):
+        v = take(x, i)
+        put(out, i, v / (one + exp_lanes(-(outer * (v + inner * v * v * v)))))
+
+
+@compiled
+def _gelu(x: np.ndarray, out: np.ndarray) -> None:
+    for i in range(x.size):
+        v = np.float64(load(x[i]))
+        out[i] = store(np.float32(0.5 * v * (1.0 + math.erf(v * _SQRT_HALF))), x[i])
+
+
 def _apply(kernel: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -73,6 +92,11 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """1 / (1 + e**-x), any shape, float32 or bfloat16, rounded once to x's dtype."""
     return _apply(_sigmoid, x)
+
+
+def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    """GELU, "none" by erf in float64 or "tanh"; any shape, float32 or bfloat16, rounded once to x's dtype."""
+    return _apply(_gelu_tanh if approximate == "tanh" else _gelu, x)
 
 
 def cos(x: torch.Tensor) -> torch.Tensor:

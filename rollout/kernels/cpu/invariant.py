@@ -83,6 +83,16 @@ def _in_place(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any
     return build
 
 
+def _gelu(original: Any) -> Callable[..., torch.Tensor]:
+    def gelu(keys: Any, x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+        if x.dtype in _SUPPORTED:
+            return activation.gelu(x, approximate)
+        result: torch.Tensor = original.call_boxed(keys, x, approximate=approximate)
+        return result
+
+    return gelu
+
+
 def _rsqrt(original: Any) -> Callable[..., torch.Tensor]:
     def rsqrt(keys: Any, x: torch.Tensor) -> torch.Tensor:
         # float32 1/sqrt rounds every step correctly in vector body and tail alike; the bfloat16 kernel does not.
@@ -157,6 +167,7 @@ _REPLACEMENTS: dict[str, Callable[[Any], Callable[..., torch.Tensor]]] = {
     "bmm": _bmm,
     "silu": _elementwise(activation.silu),
     "sigmoid": _elementwise(activation.sigmoid),
+    "gelu": _gelu,
     "silu_": _in_place(activation.silu),
     "sigmoid_": _in_place(activation.sigmoid),
     "rsqrt": _rsqrt,

@@ -95,7 +95,6 @@ class CpuKernelSet(KernelSet):
         page_sizes=frozenset({16, 32, 64, 128, 256}),
         max_head_dim=256,
         features=frozenset({"causal", "gqa", "paged", "varlen", "backward"}),
-        mixed_rows=True,
     )
 
     def __init__(self, page_size: int = 128) -> None:

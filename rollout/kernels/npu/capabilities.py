@@ -17,11 +17,9 @@ CAPABILITIES = Capabilities(
     page_sizes=frozenset({PAGE_SIZE}),
     max_head_dim=MAX_HEAD_DIM,
     features=frozenset({"causal", "gqa", "paged", "varlen", "backward"}),
-    mixed_rows=True,
 )
-"""What the set offers on every line. A step may mix rows: the set itself gives decode and prefill rows calls apart. A
-window and a softcap, which the later line has, are not offered: no plan proves them equal between decode and
-training."""
+"""What the set offers on every line. A window and a softcap, which the later line has, are not offered: no plan proves
+them equal between decode and training."""
 
 PACKAGE: Mapping[str, tuple[str, str]] = {
     "causal": ("yes", "yes"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -10,11 +11,12 @@ import torch
 
 from rollout.errors import ConfigError, InvalidRequest, UnsupportedFeature
 from rollout.kernels.base import BoundPacked, BoundPaged, Capabilities, KernelSet, KVLayout, KVStore
+from rollout.kernels.edges import FA3_NPU_EDGES, LengthEdge
 from rollout.kernels.npu.attention import AttentionCalls, PreparedPass, PreparedStep, paged_calls, run_paged
 from rollout.kernels.npu.capabilities import CAPABILITIES, PAGE_SIZE
 from rollout.kernels.npu.fixed_shape import REDUCE_TILE, ROW_TILE
 from rollout.kernels.npu.norm import bind_norms
-from rollout.kernels.npu.plans import AttentionPlan, plan_named
+from rollout.kernels.npu.plans import PLANS, AttentionPlan, AttentionShape, Measured, choose_plan, plan_named
 from rollout.kernels.npu.runtime import NpuRuntime, load_runtime
 from rollout.kernels.npu.store import NpuKVStore
 
@@ -34,6 +36,8 @@ class NpuKernelSet(KernelSet):
         self.page_size = page_size
         self.runtime = runtime
         self.device = runtime.device
+        self._open = attention_plan == "auto"
+        self._measured: dict[AttentionShape, tuple[Measured, ...]] = {}
         plan = plan_named(attention_plan, runtime.flash.line)
         if plan.needs_fused_infer and runtime.fused_infer is None:
             raise UnsupportedFeature(
@@ -136,20 +140,62 @@ class NpuKernelSet(KernelSet):
         """Process-wide, reentrant, safe across threads; see ``invariant``."""
         return self._mode()
 
+    def length_edges(self) -> tuple[LengthEdge, ...]:
+        """Where the later line's row sums, its tiles and the pages end."""
+        return FA3_NPU_EDGES
+
+    def open_plans(self) -> tuple[str, ...]:
+        """Every plan that this host can run, when the setting is auto."""
+        return tuple(p.name for p in self.able_plans()) if self._open else ()
+
+    def able_plans(self) -> tuple[AttentionPlan, ...]:
+        """Plans whose operators are installed, in the order in which they are tried."""
+        return tuple(p for p in PLANS if not p.needs_fused_infer or self.calls.fused is not None)
+
+    def take_plan(self, name: str) -> None:
+        """See ``KernelSet.take_plan``."""
+        if name not in self.open_plans():
+            raise UnsupportedFeature(
+                f"kernel set npu cannot take attention plan {name!r}: kernels.attention_plan is {self.plan.name}"
+                if not self._open
+                else f"attention plan {name!r} cannot run here; able: {', '.join(self.open_plans())}",
+                field="kernels.attention_plan",
+            )
+        self.calls = dataclasses.replace(self.calls, plan=next(p for p in PLANS if p.name == name))
+
+    def choose_plan(self, hf: Any) -> None:
+        """Plain, tile-aligned, row by row, fused infer: the first one measured exact here; see ``KernelSet``."""
+        if self._open:
+            measured = {m.plan: m for m in self._measure(hf)}
+            choice = choose_plan(lambda plan: measured[plan.name], self.able_plans())
+            self.take_plan(choice.plan.name)
+
     def measured_plan(self, hf: Any) -> Mapping[str, str]:
         """What each attention plan shows on this device for this model's attention, for the certificate."""
-        from rollout.kernels.npu.probe import AttentionShape, measure_plans
-
-        config = hf.config
-        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-        heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
-        measured = measure_plans(self, AttentionShape(heads, kv_heads, head_dim, hf.dtype))
+        measured = self._measure(hf)
         first = next((m.plan for m in measured if m.compared and not m.differing), "none")
         return {
-            "attention_plan": self.plan.name,
+            "attention_plan": f"{self.plan.name} ({'chosen by measurement' if self._open else 'set by hand'})",
             "first exact plan": first,
             **{f"plan {m.plan}": str(m) for m in measured},
         }
+
+    def _measure(self, hf: Any) -> tuple[Measured, ...]:
+        from rollout.kernels.npu.probe import measure_plans
+
+        config = hf.config.get_text_config()
+        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
+        shape = AttentionShape(heads, kv_heads, head_dim, hf.dtype)
+        if shape not in self._measured:
+            self._measured[shape] = measure_plans(self, shape)
+        return self._measured[shape]
+
+    def closer_views(self) -> tuple[tuple[str, KernelSet], ...]:
+        """The softmax sums, where the plan's operators return them."""
+        from rollout.kernels.npu.probe import seen_by_sums
+
+        return () if self.plan.needs_fused_infer else (("by its sums", seen_by_sums(self)),)
 
     def providers(self) -> Mapping[str, str]:
         """See ``KernelSet.providers``."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from rollout.errors import ConfigError, ParityError
 from rollout.kernels.npu.lines import CodeLine
 
@@ -60,6 +62,18 @@ def plan_named(name: str, line: CodeLine) -> AttentionPlan:
             field="kernels.attention_plan",
         )
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The attention of a model."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    longest: int = 1025
+    """tokens of the sequence that is probed"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from rollout.kernels.base import KVLayout
 from rollout.kernels.npu.fa3 import FlashAttention
 from rollout.kernels.npu.kernel_set import NpuKernelSet
 from rollout.kernels.npu.layout import differing_positions, edges, probe_lengths
-from rollout.kernels.npu.plans import PLANS, AttentionPlan, Measured
+from rollout.kernels.npu.plans import AttentionPlan, AttentionShape, Measured
 
 
 class _Sums(FlashAttention):
@@ -62,18 +61,6 @@ def seen_by_sums(kernels: NpuKernelSet) -> NpuKernelSet:
 
 
 # ---- measuring plans on the device ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """The attention of a model."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    longest: int = 1025
-    """tokens of the sequence that is probed"""
 
 
 def probe_positions(longest: int) -> list[int]:
@@ -127,5 +114,4 @@ def _pairs(kernels: NpuKernelSet, shape: AttentionShape) -> Iterator[tuple[torch
 
 def measure_plans(kernels: NpuKernelSet, shape: AttentionShape) -> tuple[Measured, ...]:
     """Every plan that this host can run, in order."""
-    able = [p for p in PLANS if not p.needs_fused_infer or kernels.calls.fused is not None]
-    return tuple(measure(kernels, plan, shape) for plan in able)
+    return tuple(measure(kernels, plan, shape) for plan in kernels.able_plans())

@@ -36,6 +36,8 @@ def operations(width: int, dtype: torch.dtype) -> dict[str, Operation]:
         "bmm": lambda x: (x.expand(3, *x.shape) @ batch).transpose(0, 1),
         "silu": functional.silu,
         "sigmoid": torch.sigmoid,
+        "gelu": functional.gelu,
+        "gelu, tanh": lambda x: functional.gelu(x, approximate="tanh"),
         "rsqrt": lambda x: torch.rsqrt(x.abs() + 1),
         "sum": lambda x: x.sum(-1),
         "mean": lambda x: x.mean(-1, keepdim=True),
@@ -84,7 +86,8 @@ def test_one_long_row_reduces_as_among_others() -> None:
 def test_outside_the_mode_rows_vary() -> None:
     """Negative control: torch's own kernels choose by shape, in fp32 already for a single row."""
     with torch_threads(2):
-        varying = {n: rows_that_differ(n, 1000, torch.float32, [1, 2, 3]) for n in ("mm", "addmm", "silu", "sigmoid")}
+        names = ("mm", "addmm", "silu", "sigmoid", "gelu")
+        varying = {n: rows_that_differ(n, 1000, torch.float32, [1, 2, 3]) for n in names}
     assert 1 in varying["mm"] + varying["addmm"], varying
 
 
@@ -228,3 +231,19 @@ def test_threads_share_one_installation() -> None:
         thread.join()
     assert wrong == []
     assert not overrides().active and fingerprint() == outside
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_is_near_float64_and_learns(approximate: str) -> None:
+    """Over the whole range, large values too; the gradient is torch's own."""
+    x = torch.cat((torch.linspace(-40, 40, 4001), torch.tensor([-1e30, 1e30, 0.0, -0.0]))).requires_grad_()
+    wanted = functional.gelu(x.detach().double(), approximate=approximate)
+    with invariant_mode():
+        out = functional.gelu(x, approximate=approximate)
+        out.sum().backward()
+    assert (out.detach().double() - wanted)[:-4].abs().max() < 1e-5
+    assert torch.allclose(out[-4:].detach(), torch.tensor([0.0, 1e30, 0.0, 0.0]), atol=1e-7)
+    assert x.grad is not None and bool((x.grad[3000:4001] > 0.9).all()) and bool(x.grad[:4001].isfinite().all())
+    with invariant_mode():
+        low = functional.gelu(x.detach().bfloat16(), approximate=approximate)
+    assert low.dtype == torch.bfloat16 and (low[:-4].double() - wanted[:-4]).abs().max() < 0.2

@@ -13,6 +13,9 @@ import torch
 from transformers import masking_utils
 
 from rollout.attention import PagedStep
+from rollout.certify import attention, forward, linear, rows, threads
+from rollout.certify import subject as subject_module
+from rollout.certify.subject import Family, Subject, compare
 from rollout.kernels.base import KVLayout
 from rollout.kernels.npu import norm
 from rollout.kernels.npu.fa3 import FlashAttention
@@ -27,11 +30,13 @@ from trainer_bridge.forward import TrainingForward, TrainingSample
 META = torch.device("meta")
 
 
-def on_meta(q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+def on_meta(q: torch.Tensor, *args: Any, **options: Any) -> Any:
     """Stands for either kernel: every tensor must be on the device, every length on the host."""
     given = [*args, *options.values()]
     assert all(x.device == META for x in (q, *given) if isinstance(x, torch.Tensor))
     assert any(isinstance(x, int) and not isinstance(x, bool) for x in given), "max_seqlen is a host number"
+    if options.get("return_softmax_lse") or options.get("return_attn_probs"):
+        return torch.empty_like(q), q.new_empty(q.size(1), q.size(0), dtype=torch.float32)
     return torch.empty_like(q)
 
 
@@ -79,8 +84,8 @@ def test_a_rollout_step(tiny_qwen3_path: Path, line: CodeLine, plan: str) -> Non
     )
     hidden = model.hidden_states(torch.zeros(142, dtype=torch.int64), torch.from_numpy(positions), step)
     assert hidden.shape == (142, model.hf.config.hidden_size) and hidden.device == META
-    rows = policy_logprob_rows(model.logits(hidden[:2]), torch.tensor([1.0, 0.5]), spec.vocab_size)
-    assert rows.shape == (2, spec.vocab_size) and rows.device == META
+    logprobs = policy_logprob_rows(model.logits(hidden[:2]), torch.tensor([1.0, 0.5]), spec.vocab_size)
+    assert logprobs.shape == (2, spec.vocab_size) and logprobs.device == META
 
 
 @pytest.mark.parametrize("line", [LATER, TRAIN_INFER], ids=lambda line: line.name)
@@ -90,6 +95,28 @@ def test_a_training_pass(tiny_qwen3_path: Path, line: CodeLine) -> None:
     ids = np.zeros(30, np.int32)
     out = forward([TrainingSample(ids, ids[:7], 0.7), TrainingSample(ids[:3], ids, 1.0)])
     assert out.logprobs.shape == (37,) and out.logprobs.device == META
+
+
+@pytest.mark.parametrize(
+    "family", [linear.FAMILY, rows.FAMILY, attention.FAMILY, forward.FAMILY, threads.FAMILY], ids=lambda f: f.name
+)
+@torch.no_grad()
+def test_the_certificate_runs_on_the_device(
+    tiny_qwen3_path: Path, family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is compared was computed there, not on the host beside it."""
+    compared: list[torch.device] = []
+
+    def seen(left: torch.Tensor, right: torch.Tensor) -> int:
+        assert left.shape == right.shape and left.dtype == right.dtype
+        compared.extend((left.device, right.device))
+        return 0
+
+    monkeypatch.setattr(subject_module, "count_unequal", seen)
+    monkeypatch.setattr(attention, "_against_float64", lambda inputs, out: compare("", out, out))
+    model = model_on_meta(tiny_qwen3_path, LATER)
+    assert all(o.holds for o in family.checks(Subject(model, None, "quick", (1, 2))))
+    assert set(compared) == {META}
 
 
 def test_the_check_can_fail() -> None:

@@ -18,10 +18,10 @@ from rollout.kernels.npu.plans import PLANS, Measured, choose_plan, plan_named
 from rollout.kernels.npu.probe import seen_by_sums
 from rollout.kernels.npu.store import NpuKVStore
 from tests.rollout.kernels.dense import edges, rows, visible
-from tests.rollout.kernels.npu.battery import Probe
 from tests.rollout.kernels.npu.emulator.fa3 import EmulatedPackage
 from tests.rollout.kernels.npu.emulator.host import LATER, TRAIN_INFER, EmulatedKernelSet, emulated, runtime
 from tests.rollout.kernels.npu.emulator.package import emulated_ops
+from tests.rollout.kernels.npu.positions import Probe
 
 SETS = [(LATER, "tile_aligned"), (TRAIN_INFER, "plain"), (LATER, "row_by_row")]
 
