@@ -39,6 +39,9 @@ def certify(
     config: Config = None,
     full: Annotated[bool, typer.Option("--full", help="Every length and row count; minutes instead of one.")] = False,
     out: Annotated[Path | None, typer.Option(help="Where to write the certificate; default: the cache.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run nothing: is there a certificate that strict serving would accept?")
+    ] = False,
     json_file: JsonFile = None,
     overrides: Overrides = None,
 ) -> None:
@@ -54,6 +57,11 @@ def certify(
 
     settings, model = _model(config, overrides)
     console = Console()
+    if check:
+        certificate = _accepted(settings, model)
+        show(certificate, console)
+        write_json(json_file, certificate.to_json())
+        return
     counts = sorted({1, settings.engine.threads, min(2, os.cpu_count() or 1)})
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
@@ -72,6 +80,16 @@ def certify(
     console.print(f"written to {path}", soft_wrap=True)
     write_json(json_file, certificate.to_json())
     raise typer.Exit(0 if certificate.holds else 1)
+
+
+def _accepted(settings: Any, model: SharedModel) -> Certificate:
+    """The certificate that a strict worker would accept. CertificateError: there is none, and why."""
+    from rollout.certify.certificate import require_certificate
+    from rollout.manifest import build_manifest
+
+    named = settings.engine.certificate
+    path = Path(named) if named is not None else None
+    return require_certificate(build_manifest(model), path=path, threads=settings.engine.threads)
 
 
 def show(certificate: Certificate, console: Any) -> None:

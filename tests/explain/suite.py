@@ -58,7 +58,7 @@ REAL = {
     "RoPE theta": {"words": "theta 1e\\+06 instead of 100000"},
     "SDPA instead of flash attention, in bfloat16": {"place": r"layers\.\d+\.attention"},
     "fused add_rms_norm: one rounding less": {},
-    "unpadded product at few rows, trainer": {},
+    "unpadded product at few rows, trainer": {"place": r"layers\.\d+\.o_proj"},
     "GELU instead of SiLU": {},
 }
 """Faults that are planted in SmolLM2-135M-Instruct too, and what reads otherwise there."""
