@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout.manifest_diff import diff_manifests
-from trainer_bridge.explain.bisect import Place, Run, first_unequal, localise, runs_of, unstable
+from trainer_bridge.explain.bisect import AGAIN, Place, Run, first_unequal, localise, runs_of, unstable
 from trainer_bridge.explain.case import Case
 from trainer_bridge.explain.findings import Cause, Finding, Notebook
 from trainer_bridge.explain.judge import Judgement, judge
@@ -40,12 +40,14 @@ def examine(rollout: Side, trainer: Side, case: Case, notes: Notebook, config: M
         notes.note(STAGE, "where do the replays part?", f"{place.tap}, row {place.row}", False)
         return _different(place, ours, theirs, until, notes, config, declared)
     notes.note(STAGE, "where do the replays part?", "nowhere: both sides compute the same alone", True)
-    for runs in (theirs, ours):
+    fast = (runs_of(rollout, case, "fused", until),) if rollout.paths[0] == "fused" else ()
+    for runs in (theirs, ours, *fast):
         found = unstable(runs, until)
         side = runs[0].side.name
         if found is not None:
             return _not_invariant(found, side, notes, config, until)
         words = ", ".join(run.words for run in runs)
+        side += "'s fused forward" if runs in fast else ""
         notes.note(STAGE, f"does company change the {side}?", f"no ({words})", True)
     return None
 
@@ -98,7 +100,7 @@ def _different(
     if shaky is not None:
         side, words = shaky
         notes.note(STAGE, "same bits in other company?", f"not on the {side}'s side ({words})", False)
-        sentence = f"the {side}'s {place.operation} depends on its company ({words}), {where}"
+        sentence = f"the {side}'s {place.operation} {_depends(words)}, {where}"
         return Finding(Cause.NUMERICS, "not invariant", place.tap, sentence, details | {"side": side})
     notes.note(STAGE, "same bits in other company?", "yes, on both sides", True)
     sentence = f"{place.operation} runs another kernel or another order of sums on the two sides, {where}"
@@ -145,8 +147,20 @@ def _not_invariant(
     words = f"{base.words} against {other.words}"
     notes.note(STAGE, f"does company change the {side}?", f"yes, at {place.tap} ({words})", False)
     notes.note(STAGE, "how far apart?", _distance(verdict), False)
-    sentence = f"the {side}'s {place.operation} depends on its company ({words}), at {place.tap}, row {place.row}"
+    sentence = f"the {side}'s {place.operation} {_depends(words)}, at {place.tap}, row {place.row}"
+    if verdict.left_right and verdict.right_right is False and AGAIN not in words:
+        # Far more than another order of sums: it took in what is not its own.
+        sentence += f"; there it is wrong by {verdict.right_error:.1e} of its size"
+        if place.operation == "attention":
+            sentence += ", so it reads keys that are not this row's: another sequence's, a pad's or another page's"
     return Finding(Cause.NUMERICS, "not invariant", place.tap, sentence, _details(place, verdict) | {"side": side})
+
+
+def _depends(words: str) -> str:
+    """``words`` name the two runs that do not agree."""
+    if AGAIN in words:
+        return "is not the same twice: it is random (dropout?) or a race"
+    return f"depends on its company ({words})"
 
 
 def _distance(verdict: Judgement) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,12 @@ from rollout.types import Float32Array
 from trainer_bridge.explain import inputs, numerics, semantics, weights
 from trainer_bridge.explain.case import Case
 from trainer_bridge.explain.findings import Cause, Explanation, Finding, Notebook
-from trainer_bridge.explain.semantics import Rows
+from trainer_bridge.explain.mistakes import Hints
+from trainer_bridge.explain.rows import Rows
 from trainer_bridge.explain.sides import Side
+
+_NEAR = 0.05
+"""nats; the median difference that positions off by one number, and rounding, stay below"""
 
 
 def explain(
@@ -71,7 +76,9 @@ class _Questions:
         found = weights.examine(self._rollout, self._trainer, notes)
         if found:
             return found
-        fed = inputs.compare_fed(case, notes)
+        if (mixed := weights.several_versions(case, notes)) is not None:
+            return (mixed,)
+        fed = inputs.outside_vocabulary(case, self._vocab) or inputs.compare_fed(case, notes, self._eos())
         if fed is not None:
             return (fed,)
         if (temperature := self._temperature()) is not None:
@@ -110,9 +117,8 @@ class _Questions:
             if not plain[name] and (found := semantics.read(case, rows, values, name)) is not None:
                 notes.note(semantics.STAGE, f"what does the {name} mean?", found.sentence, False)
                 return found
-        if not plain[self._trainer.name]:
-            found = inputs.guess(case, self._score, notes, bos=self._token("bos"), pad=self._token("pad"))
-            if found is not None:
+        for side, (name, rows, values) in zip((self._trainer, self._rollout), sides, strict=True):
+            if not plain[name] and (found := self._fed_otherwise(side, rows, values)) is not None:
                 return found
         for name, rows, values in sides:
             if not plain[name] and (found := semantics.nearest(case, rows, values, name)) is not None:
@@ -127,6 +133,36 @@ class _Questions:
             )
             return Finding(Cause.UNKNOWN, "not reproduced", strange[0], words)
         return found
+
+    def _fed_otherwise(self, side: Side, rows: Rows, values: Float32Array) -> Finding | None:
+        """Whether another feed of the same sample gives what a side recorded."""
+        case, notes = self._case, self._notes
+
+        def score(ids: tuple[int, ...], positions: tuple[int, ...] | None) -> Float32Array:
+            return self._rows(side, ids, positions).plain()
+
+        def rescored(generated: tuple[int, ...]) -> Rows:
+            return replace(
+                self._rows(side, (*case.prompt, *generated)[:-1]), targets=torch.tensor(generated, dtype=torch.int64)
+            )
+
+        if (found := inputs.substituted(case, values, rows, rescored, side.name)) is not None:
+            notes.note(inputs.STAGE, f"did the {side.name} score other ids?", found.sentence, False)
+            return found
+        plain = rows.plain()
+        wrong = np.flatnonzero((plain.view(np.uint32) != values.view(np.uint32)) & case.record.mask)
+        apart = np.abs(plain.astype(np.float64) - values)[wrong]
+        hints = Hints(
+            bos=self._token("bos"),
+            pad=self._token("pad"),
+            near=bool(apart.size and np.median(apart) < _NEAR),
+            first=int(wrong[0]) if wrong.size else 0,
+        )
+        return inputs.guess(case, values, plain, score, notes, hints, side.name)
+
+    def _eos(self) -> frozenset[int]:
+        value = self._config.get("eos_token_id")
+        return frozenset(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
 
     def _token(self, kind: str) -> int | None:
         value = self._config.get(f"{kind}_token_id")
@@ -147,10 +183,7 @@ class _Questions:
         )
         logits = side.trace(request).tensors[LOGITS]
         targets = torch.tensor(case.generated, dtype=torch.int64)
-        return Rows(logits, targets, case.divisor, self._vocab, case.record.sampling)
-
-    def _score(self, ids: tuple[int, ...], positions: tuple[int, ...] | None) -> Float32Array:
-        return self._rows(self._trainer, ids, positions).plain()
+        return Rows(logits, targets, case.divisor, self._vocab, case.record.sampling, case.prompt)
 
     def _unknown(self) -> Finding:
         words = (
