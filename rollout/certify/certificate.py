@@ -72,23 +72,6 @@ class Certificate:
         """Ready for ``json.dumps``."""
         return {"format": FORMAT, "holds": self.holds, **_plain(asdict(self))}
 
-    def summary(self) -> dict[str, str]:
-        """What a reader wants first, flat: for the head of a recorded run."""
-        lines = {
-            "holds": "yes" if self.holds else "no",
-            "level": self.level,
-            "created": self.created,
-            "model": self.model,
-            "threads tried": ", ".join(map(str, self.threads)),
-            "manifest": self.manifest_digest,
-            "digest": self.digest,
-        }
-        for f in self.families:
-            state = "holds" if f.holds else "FAILS"
-            seen = "seen" if f.control_caught else "NOT SEEN"
-            lines[f"family.{f.name}"] = f"{state}: {f.checks:,} checks, planted fault {seen} ({f.control})"
-        return lines | {f"plan.{key}": value for key, value in self.plan.items()}
-
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
     return {key: dict(value) if isinstance(value, Mapping) else value for key, value in fields.items()}
@@ -199,13 +182,3 @@ def require_certificate(manifest: Mapping[str, str], *, path: Path | None, threa
             field="engine.threads",
         )
     return certificate
-
-
-def summary_for_readers(manifest: Mapping[str, str], *, path: Path | None, threads: int) -> dict[str, str]:
-    """Summary of the certificate that strict serving would accept; else why none is; empty: this model has none."""
-    try:
-        return require_certificate(manifest, path=path, threads=threads).summary()
-    except CertificateError as error:
-        where = path or default_path(manifest_digest(manifest))
-        known = where.exists() or _nearest(manifest, where.parent) is not None
-        return {"holds": "no", "reason": error.message} if known else {}

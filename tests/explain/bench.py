@@ -46,6 +46,8 @@ class Bench:
     rollout: SharedModel = field(init=False)
     trainer: SharedModel = field(init=False)
     decoder: Decoder | None = field(init=False)
+    engine: Callable[[RolloutRecord], RolloutRecord] | None = None
+    """generates a record once more on the rollout's own caches"""
 
     def __post_init__(self) -> None:
         self.rollout = shared_model(self.path, self.dtype, self.page)
@@ -130,7 +132,7 @@ class Bench:
 
     def explain(self, case: Case, *, thorough: bool = False) -> Explanation:
         """Ask."""
-        left = ModelSide("rollout", self.rollout, training=False, decoder=self.decoder)
+        left = ModelSide("rollout", self.rollout, training=False, decoder=self.decoder, engine=self.engine)
         right = ModelSide("trainer", self.trainer, training=True)
         config = self.rollout.hf.config.to_dict()
         return explain(left, right, case, vocab_size=self.vocab, config=config, thorough=thorough)

@@ -18,14 +18,24 @@ from rich.text import Text
 
 from rollout.assets import DEFAULT_MODEL, prepare_model, tiny_model
 from tests.engines import random_prompt
-from tests.explain import faults_inputs, faults_numerics, faults_semantics, faults_weights
+from tests.explain import (
+    faults_inputs,
+    faults_modules,
+    faults_numerics,
+    faults_readings,
+    faults_rollout,
+    faults_semantics,
+    faults_weights,
+)
 from tests.explain.bench import FAULTS, Bench, Fault, one_thread
 from tests.explain.qwen2 import tiny_qwen2
 from trainer_bridge.explain.findings import Cause, Explanation
 from trainer_bridge.explain.view import verdict
 
 __all__ = ["FAULTS", "Models", "Outcome", "clean_runs", "run_fault"]
-_PLANTED = faults_weights, faults_inputs, faults_semantics, faults_numerics
+_PLANTED = (
+    faults_weights, faults_inputs, faults_semantics, faults_readings, faults_numerics, faults_modules, faults_rollout,
+)  # fmt: skip
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -89,6 +99,8 @@ class Models:
         target = self._folder / f"tiny-{kind}"
         if kind == "smollm2":
             return prepare_model(DEFAULT_MODEL)
+        if kind == "padded":
+            return tiny_model("qwen3", target, pad_token_id=2)
         return tiny_qwen2(target) if kind == "qwen2" else tiny_model(kind, target)  # type: ignore[arg-type]
 
 

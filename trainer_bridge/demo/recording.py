@@ -62,12 +62,8 @@ def run_heads(
     sabotage: Sabotage | None,
     manifest: Mapping[str, str],
     trainer_manifest: Mapping[str, str],
-    certificate: Mapping[str, str],
 ) -> tuple[RunHead, RunHead]:
-    """Heads of the aligned run and of the ordinary one; ``run`` None: named by the time.
-
-    ``certificate``: summary of the rollout's, empty where there is none; both runs were sampled by that rollout.
-    """
+    """Heads of the aligned run and of the ordinary one; ``run`` None: named by the time."""
     name = run or time.strftime("demo-%Y%m%d-%H%M%S")
     aligned = RunHead(
         name,
@@ -77,7 +73,6 @@ def run_heads(
         sibling=f"{name}-ordinary",
         manifest=dict(manifest),
         trainer_manifest=dict(trainer_manifest),
-        certificate=dict(certificate),
     )
     ordinary = RunHead(
         f"{name}-ordinary",
@@ -86,7 +81,6 @@ def run_heads(
         note="ordinary trainer: SDPA, padded, no invariant mode",
         sibling=name,
         manifest=dict(manifest),
-        certificate=dict(certificate),
         created=aligned.created - 1e-3,  # listed below the run it belongs to
     )
     return aligned, ordinary

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollout.certify.certificate import summary_for_readers
 from rollout.config import Settings
 from rollout.kernels.registry import kernels_of
 from rollout.manifest import build_manifest
@@ -266,11 +265,8 @@ async def run_demo(
         # Needs the extra "dashboard", which the demo alone does not.
         from trainer_bridge.demo.recording import recording, run_heads
 
-        manifest = (await service.pool.info()).manifest
-        named = settings.engine.certificate
-        certificate = summary_for_readers(
-            manifest, path=None if named is None else Path(named), threads=settings.engine.threads
+        heads = run_heads(
+            run, settings.model.path, options.sabotage, (await service.pool.info()).manifest, demo.trainer_manifest
         )
-        heads = run_heads(run, settings.model.path, options.sabotage, manifest, demo.trainer_manifest, certificate)
         with recording(runs, heads, load_tokenizer(settings, service.model_path)) as record:
             return await demo.run(settings.worker.count, record)

@@ -97,7 +97,9 @@ def _padded(case: Case, hints: Hints) -> Iterator[Feed]:
     if hints.pad is None:
         return
     ids, size = case.fed_ids, len(case.fed_ids)
-    widths = sorted({w - size for w in _WIDTHS if w > size} | {w - len(case.prompt) for w in _WIDTHS if w > size})[:3]
+    widths = sorted(
+        {w - size for w in _WIDTHS if w > size} | {w - len(case.prompt) for w in _WIDTHS if w > len(case.prompt)}
+    )[:4]
     for count in dict.fromkeys((1, 2, 3, 4, *widths)):
         if count > 0:
             yield Feed((hints.pad,) * count + ids, None, _found("padding", f"{count} pad(s) in front were attended"))
@@ -110,7 +112,7 @@ def _padded(case: Case, hints: Hints) -> Iterator[Feed]:
 def _steps_in_positions(case: Case, hints: Hints) -> Iterator[Feed]:
     """Right positions up to a place, from there on others: decoding, chunks, cached prefixes."""
     ids, size, prompt = case.fed_ids, len(case.fed_ids), len(case.prompt)
-    later = [prompt + hints.first] if hints.first else []
+    later = [prompt - 1 + hints.first] if hints.first else []
     starts = [prompt, *later, prompt - 1]
     edges = _edges(case) if hints.first == 0 else []
     for start in dict.fromkeys([*starts, *edges]):

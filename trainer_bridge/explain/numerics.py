@@ -64,7 +64,10 @@ def _fused(rollout: Side, case: Case, place: Place | None, modules: Run, until: 
         return None
     layer = found.layer
     before = f"between layers.{layer - 1}.keys and {found.tap}" if layer else f"before {found.tap}"
-    sentence = f"the rollout's fused forward differs from the modules it stands for, {before}, first at row {found.row}"
+    sentence = (
+        f"the rollout's fused forward differs from the modules it stands for, {before}, first at row {found.row}: "
+        "a kernel of it, or weights packed before the last update"
+    )
     unequal_to_itself = unstable(fast, until)
     kind = "not invariant" if unequal_to_itself is not None else "fused forward"
     return Finding(Cause.NUMERICS, kind, found.tap, sentence, {"side": rollout.name, "row": found.row})
@@ -79,6 +82,12 @@ def _different(
     config: Mapping[str, Any],
     declared: tuple[str, ...],
 ) -> Finding:
+    for runs in (theirs, ours):
+        if _shaky(place, until, runs[:2]) is not None:
+            side = runs[0].side.name
+            notes.note(STAGE, "same bits twice?", f"not on the {side}'s side", False)
+            sentence = f"the {side}'s {place.operation} {_depends(AGAIN)}, at {place.tap}, first at token {place.row}"
+            return Finding(Cause.NUMERICS, "not invariant", place.tap, sentence, {"tap": place.tap, "side": side})
     verdict = judge(place, ours[0], theirs[0], until, config)
     names = {"left": ours[0].side.name, "right": theirs[0].side.name}
     notes.note(STAGE, "how far apart?", _distance(verdict), False)

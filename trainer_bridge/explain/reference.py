@@ -88,7 +88,7 @@ def _norms(x: Inputs) -> Iterator[Variant]:
     yield Variant("the norm without its weight", lambda i: norm(i, right, torch.ones_like(weight)))
     yield Variant("1 + weight", lambda i: norm(i, right, weight + 1))
     yield Variant("weight - 1", lambda i: norm(i, right, weight - 1))
-    yield Variant("eps outside the root", lambda i: rows(i) / (_root(rows(i)) + right) * weight)
+    yield Variant("eps outside the root", lambda i: (rows(i) / (_root(rows(i)) + right)).to(i.dtype).double() * weight)
     yield Variant("the sum of squares in place of their mean",
                   lambda i: norm(i, right) / rows(i).size(-1) ** 0.5)  # fmt: skip
     yield Variant("LayerNorm instead of RMSNorm", lambda i: norm(i, right, weight, True))

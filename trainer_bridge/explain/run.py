@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from rollout.errors import InvalidRequest
 from rollout.taps import LOGITS, TraceRequest
 from rollout.types import Float32Array
 from trainer_bridge.explain import inputs, numerics, semantics, weights
@@ -64,6 +65,9 @@ class _Questions:
     def ask(self, thorough: bool) -> tuple[Finding, ...]:
         """The first stage with a finding ends it."""
         case, notes = self._case, self._notes
+        if (strange := inputs.outside_vocabulary(case, self._vocab)) is not None:
+            notes.note(inputs.STAGE, "are all ids the model's?", strange.sentence, False)
+            return (strange,)
         mask = semantics.compare_masks(case)
         first = case.first_mismatch
         if first is None and mask is None:
@@ -78,7 +82,7 @@ class _Questions:
             return found
         if (mixed := weights.several_versions(case, notes)) is not None:
             return (mixed,)
-        fed = inputs.outside_vocabulary(case, self._vocab) or inputs.compare_fed(case, notes, self._eos())
+        fed = inputs.compare_fed(case, notes, self._eos())
         if fed is not None:
             return (fed,)
         if (temperature := self._temperature()) is not None:
@@ -127,12 +131,47 @@ class _Questions:
         found = numerics.examine(self._rollout, self._trainer, case, notes, self._config)
         strange = [name for name, ok in plain.items() if not ok]
         if found is None and strange and case.first_mismatch is not None:
-            words = (
-                f"the {' and the '.join(strange)} recorded what its model does not compute now, alone or in company: "
-                "other weights, inputs or settings were in use when it was recorded"
-            )
-            return Finding(Cause.UNKNOWN, "not reproduced", strange[0], words)
+            return self._not_reproduced(strange, sides)
         return found
+
+    def _not_reproduced(self, strange: list[str], sides: Sequence[tuple[str, Rows, Float32Array]]) -> Finding:
+        """Nothing gives what was recorded. What serves is asked once more: it may hold what a replay does not."""
+        notes = self._notes
+        wrong = {name: np.flatnonzero(r.plain().view(np.uint32) != v.view(np.uint32)) for name, r, v in sides}
+        if self._rollout.name in strange and (state := self._engine_state()) is not None:
+            return state
+        first = min(int(wrong[name][0]) for name in strange if wrong[name].size)
+        fitting = f"; its first {first} tokens fit" if first else ""
+        words = (
+            f"the {' and the '.join(strange)} recorded what its model does not compute now, alone or in "
+            f"company{fitting}: other weights, inputs or settings were in use when it was recorded, or keys and values "
+            "kept from before"
+        )
+        notes.note("compare", "first token that no replay gives?", f"token {first}", None)
+        return Finding(Cause.UNKNOWN, "not reproduced", strange[0], words, {"token": first})
+
+    def _engine_state(self) -> Finding | None:
+        """Whether the service itself still gives the recorded bits, although its weights on fresh pages do not."""
+        case, notes, name = self._case, self._notes, self._rollout.name
+        question = f"does the {name} generate the same once more?"
+        try:
+            again = self._rollout.again(case.record)
+        except InvalidRequest as error:
+            notes.note(numerics.STAGE, question, error.message, None)
+            return None
+        if again is None:
+            return None
+        same = np.array_equal(again.policy_logprobs.view(np.uint32), case.record.policy_logprobs.view(np.uint32))
+        if not same or not np.array_equal(again.token_ids, case.record.token_ids):
+            notes.note(numerics.STAGE, question, "no: it was another state", None)
+            return None
+        notes.note(numerics.STAGE, question, "yes, on the caches that it holds", False)
+        words = (
+            f"the {name} gives the same bits once more, but its own weights on fresh pages do not: it attends to "
+            "keys and values that these weights and tokens do not give, such as a prefix cache kept over an update, "
+            "or pages that were overwritten"
+        )
+        return Finding(Cause.NUMERICS, "engine state", "kv cache", words, {"side": name})
 
     def _fed_otherwise(self, side: Side, rows: Rows, values: Float32Array) -> Finding | None:
         """Whether another feed of the same sample gives what a side recorded."""

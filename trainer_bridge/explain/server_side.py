@@ -16,6 +16,9 @@ from rollout.taps import Trace, TraceRequest
 from rollout.v1 import debug_pb2 as pb
 from rollout.v1 import debug_pb2_grpc
 from trainer_bridge.client import RolloutClient
+from trainer_bridge.collect import records_of
+from trainer_bridge.replay import replay_request
+from trainer_bridge.rollout_record import RolloutRecord
 from trainer_bridge.wire import translated
 from trainer_bridge.wire.request import DEFAULT_MAX_MESSAGE_BYTES, channel_options
 
@@ -89,3 +92,8 @@ class ServerSide:
             raise UnsupportedFeature(
                 "the service does not show its taps; start it with server.debug=true, or explain with --rollout-model"
             ) from error
+
+    def again(self, record: RolloutRecord) -> RolloutRecord | None:
+        """See ``Side``; by whichever replica is free."""
+        (found,) = records_of(self._client.generate_many([replay_request(record, 0)]))
+        return found

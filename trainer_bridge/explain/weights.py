@@ -39,14 +39,13 @@ def examine(rollout: Side, trainer: Side, notes: Notebook) -> tuple[Finding, ...
         False,
     )
     findings = [_absent(name, name in left, rollout, trainer) for name in missing]
+    moved = _swapped_layers(unequal, rollout, trainer)
     findings += (
-        _swapped_layers(unequal, rollout, trainer)
-        or _swapped(unequal, rollout, trainer)
-        or [_how(name, rollout, trainer) for name in unequal[:_LOOKED_AT]]
+        moved or _swapped(unequal, rollout, trainer) or [_how(name, rollout, trainer) for name in unequal[:_LOOKED_AT]]
     )
     for finding in findings[:5]:
         notes.note(STAGE, f"how does {finding.place} differ?", finding.sentence, False)
-    return tuple(_merged(findings, len(unequal), len(left)))
+    return tuple(findings if moved else _merged(findings, len(unequal), len(left)))
 
 
 def _merged(findings: list[Finding], unequal: int, total: int) -> list[Finding]:

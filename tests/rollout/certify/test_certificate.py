@@ -22,7 +22,6 @@ from rollout.certify.certificate import (
     default_path,
     read_certificate,
     require_certificate,
-    summary_for_readers,
     write_certificate,
 )
 from rollout.certify.subject import Family, Outcome, Subject
@@ -154,24 +153,9 @@ async def test_a_stale_or_foreign_certificate_is_refused_by_name(
     words = caught.value.message
     assert f"no longer matches: certified | here: {key}: 'before'" in words and said in words
     assert "run `zerodrift certify`" in words
-    # Named outright it fares no better, and the dashboard is told why.
+    # Named outright it fares no better.
     with pytest.raises(CertificateError, match="made for another manifest"):
         Worker(strict(tiny_qwen3_path, default_path(other.manifest_digest)), str(tiny_qwen3_path), "w")
-    told = summary_for_readers(manifest, path=None, threads=1)
-    assert told["holds"] == "no" and key in told["reason"]
-
-
-def test_what_readers_are_told(cache: Path) -> None:
-    assert summary_for_readers(MANIFEST, path=None, threads=1) == {}
-    # One of another model says nothing about this one.
-    write_certificate(held_for({"model.config_digest": "b"}), default_path("other"))
-    assert summary_for_readers(MANIFEST | {"model.config_digest": "a"}, path=None, threads=1) == {}
-    held = signed(plan={"linear.row_padding": "16"})
-    write_certificate(held, default_path(held.manifest_digest))
-    told = summary_for_readers(MANIFEST, path=None, threads=2)
-    assert told["holds"] == "yes" and told["digest"] == held.digest and told["plan.linear.row_padding"] == "16"
-    assert told["family.linear"] == "holds: 3 checks, planted fault seen (fault)"
-    assert "engine.threads = 8" in summary_for_readers(MANIFEST, path=None, threads=8)["reason"]
 
 
 async def test_a_strict_service_does_not_start_without(tiny_qwen3_path: Path, tmp_path: Path) -> None:
