@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollout.cli import Config, JsonFile, Overrides, write_json
+from rollout.cli import Config, JsonFile, Overrides, wide_console, write_json
 from rollout.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ def certify(
     """Run the invariance battery on this machine with this model; write a certificate; exit 1 if anything differs."""
     import os
 
-    from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from rollout.certify.battery import FAMILIES
@@ -56,7 +55,7 @@ def certify(
     from rollout.certify.certificate import default_path, write_certificate
 
     settings, model = _model(config, overrides)
-    console = Console()
+    console = wide_console()
     if check:
         certificate = _accepted(settings, model)
         show(certificate, console)
@@ -141,13 +140,12 @@ def manifest_diff(
     json_file: JsonFile = None,
 ) -> None:
     """What differs between two manifests, and whether it can change a bit; exit 1 if something can."""
-    from rich.console import Console
     from rich.table import Table
 
     from rollout.manifest_diff import diff_manifests, in_words
 
     differences = diff_manifests(read_manifest(left), read_manifest(right))
-    console = Console()
+    console = wide_console()
     if differences:
         table = Table()
         for name in ("key", left.name, right.name, "can change bits?", "why"):

@@ -217,7 +217,8 @@ class Tracer:
     def _training(self, request: TraceRequest, recorder: _Recorder) -> torch.Tensor:
         ids, positions = self._ids(request)
         others = [torch.tensor(c) for c in request.company]
-        half = len(others) // 2
+        # One alone goes in front: what leaks between sequences leaks to those behind.
+        half = (len(others) + 1) // 2
         parts = [*others[:half], ids, *others[half:]]
         places = [torch.arange(len(p)) for p in others[:half]] + [positions]
         places += [torch.arange(len(p)) for p in others[half:]]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollout.cli import Config, JsonFile, Overrides, write_json
+from rollout.cli import Config, JsonFile, Overrides, wide_console, write_json
 from rollout.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -47,8 +47,6 @@ def explain(
     overrides: Overrides = None,
 ) -> None:
     """Find the first place where rollout and trainer part: weights, inputs, semantics, numerics; exit 1 if they do."""
-    from rich.console import Console
-
     from trainer_bridge.cli import single_settings
     from trainer_bridge.explain.run import explain as ask
     from trainer_bridge.explain.source import read_samples
@@ -64,7 +62,7 @@ def explain(
         explanation = ask(
             left, right, case, vocab_size=right.model.spec.vocab_size, config=right.config(), thorough=thorough
         )
-    console = Console()
+    console = wide_console()
     chosen = samples[number]
     place = f"{chosen.where} " if chosen.where else ""
     console.print(f"{place}request {case.record.request_id!r} sample {case.record.sample_index}", markup=False)

@@ -27,8 +27,8 @@ _LEAD = {
 def verdict(explanation: Explanation) -> str:
     """One sentence."""
     finding = explanation.finding
-    told = not finding.place or finding.place in finding.sentence or finding.place in _EVERYWHERE
-    place = "" if told else f" at {finding.place}"
+    told = finding.place in _EVERYWHERE or all(part in finding.sentence for part in finding.place.split(", "))
+    place = "" if told else f", at {finding.place}"
     return f"{_LEAD[finding.cause]}: {finding.sentence}{place}."
 
 
