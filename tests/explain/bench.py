@@ -153,18 +153,27 @@ class Fault:
     plant: Callable[[Bench], Case]
     words: str = ""
     """regular expression that the sentence must hold"""
+    aligned: bool = True
+    """whether it is planted in invariant mode"""
 
 
 FAULTS: list[Fault] = []
 
 
 def fault(
-    name: str, cause: Cause, place: str, kind: str, model: str = "qwen3-fp32", words: str = ""
+    name: str,
+    cause: Cause,
+    place: str,
+    kind: str,
+    model: str = "qwen3-fp32",
+    words: str = "",
+    *,
+    aligned: bool = True,
 ) -> Callable[[Callable[[Bench], Case]], Callable[[Bench], Case]]:
     """Enter a planting function into the suite."""
 
     def enter(plant: Callable[[Bench], Case]) -> Callable[[Bench], Case]:
-        FAULTS.append(Fault(name, cause, place, kind, model, plant, words))
+        FAULTS.append(Fault(name, cause, place, kind, model, plant, words, aligned))
         return plant
 
     return enter

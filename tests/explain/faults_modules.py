@@ -13,6 +13,8 @@ from rollout.oracle import attend
 from tests.engines import random_prompt
 from tests.explain.bench import Bench, fault
 from tests.explain.faults_numerics import NUMERICS, OTHER, SHAKY, WRONG, DenseKernels, dense, layers, patch
+from trainer_bridge.collect import training_sample
+from trainer_bridge.contrast import OrdinaryTrainer
 from trainer_bridge.explain.case import Case
 
 
@@ -215,3 +217,37 @@ def _(bench: Bench) -> Case:
     module = layers(bench.trainer)[0].self_attn.v_proj
     patch(module, lambda f: lambda x: f(x) + module.bias)
     return bench.case()
+
+
+def stock(bench: Bench, micro_batch: int) -> Case:
+    """The trainer never switched the aligned forward on; what it records, its own taps cannot give."""
+    records = [bench.record(random_prompt(13 + 4 * i, 5 + i)) for i in range(micro_batch)]
+    values = OrdinaryTrainer(bench.trainer).logprobs(
+        [training_sample(record) for record in records], micro_batch=micro_batch, threads=1
+    )
+    return bench.case(records[0], values[0])
+
+
+@fault(
+    "the stock forward in place of the aligned one",
+    NUMERICS,
+    "every operation",
+    "not aligned",
+    words="stock forward",
+    aligned=False,
+)
+def _(bench: Bench) -> Case:
+    return stock(bench, 1)
+
+
+@fault(
+    "the same, padded, in bfloat16",
+    NUMERICS,
+    "every operation",
+    "not aligned",
+    "llama-bf16",
+    "stock forward",
+    aligned=False,
+)
+def _(bench: Bench) -> Case:
+    return stock(bench, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import sys
@@ -107,7 +108,8 @@ class Models:
 def run_fault(fault: Fault, models: Models) -> Outcome:
     """Plant, explain."""
     bench = models.bench(fault.model)
-    with torch.no_grad(), bench.rollout.kernels.invariant_mode():
+    mode = bench.rollout.kernels.invariant_mode() if fault.aligned else contextlib.nullcontext()
+    with torch.no_grad(), mode:
         case = fault.plant(bench)
     start = time.process_time()
     explanation = bench.explain(case)

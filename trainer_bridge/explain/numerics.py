@@ -6,14 +6,21 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from rollout.manifest_diff import diff_manifests
+from rollout.types import Float32Array
 from trainer_bridge.explain.bisect import AGAIN, Place, Run, first_unequal, localise, runs_of, unstable
 from trainer_bridge.explain.case import Case
 from trainer_bridge.explain.findings import Cause, Finding, Notebook
 from trainer_bridge.explain.judge import Judgement, judge
 from trainer_bridge.explain.sides import Side
+from trainer_bridge.ulp import bits
 
 STAGE = "numerics"
+_SOME_BITS = 0.1
+"""Share of tokens with equal bits that chance does not give."""
+_MUCH_NEARER = 4.0
 
 
 def manifests(rollout: Side, trainer: Side, notes: Notebook) -> tuple[str, ...]:
@@ -50,6 +57,37 @@ def examine(rollout: Side, trainer: Side, case: Case, notes: Notebook, config: M
         side += "'s fused forward" if runs in fast else ""
         notes.note(STAGE, f"does company change the {side}?", f"no ({words})", True)
     return None
+
+
+def not_aligned(trainer: Side, case: Case, notes: Notebook) -> Finding | None:
+    """Whether the trainer recorded what its stock forward gives. Call outside of its mode.
+
+    That forward's bits depend on the batch, so a part of them is enough, or values far nearer than the aligned ones.
+    """
+    found = trainer.stock(case.record)
+    if found is None:
+        return None
+    mask, theirs = case.record.mask, case.trainer_logprobs
+    if len(theirs) != len(found):
+        return None
+
+    def likeness(values: Float32Array) -> tuple[float, float]:
+        apart = np.abs(values.astype(np.float64) - theirs)[mask]
+        return float((bits(values) == bits(theirs))[mask].mean()), float(np.median(apart))
+
+    stock, aligned = likeness(found), likeness(case.record.policy_logprobs)
+    words = f"{stock[0]:.0%} of its tokens have the bits of the stock forward alone, {aligned[0]:.0%} the rollout's"
+    same = stock[0] > max(_SOME_BITS, 2 * aligned[0]) or stock[1] * _MUCH_NEARER < aligned[1]
+    notes.note(STAGE, f"is it the {trainer.name}'s stock forward?", words, False if same else None)
+    if not same:
+        return None
+    sentence = (
+        f"the {trainer.name} ran the architecture's stock forward (SDPA, ordinary operations), not the aligned one: "
+        f"{words}"
+    )
+    return Finding(
+        Cause.NUMERICS, "not aligned", "every operation", sentence, {"side": trainer.name, "equal": stock[0]}
+    )
 
 
 def _fused(rollout: Side, case: Case, place: Place | None, modules: Run, until: int, notes: Notebook) -> Finding | None:

@@ -20,6 +20,7 @@ from trainer_bridge.explain.mistakes import Hints
 from trainer_bridge.explain.rows import Rows
 from trainer_bridge.explain.sides import Side
 
+NOT_REPRODUCED = "not reproduced"
 _NEAR = 0.05
 """nats; the median difference that positions off by one number, and rounding, stay below"""
 
@@ -44,6 +45,8 @@ def explain(
     notes = Notebook()
     with torch.no_grad(), trainer.mode():
         findings = _Questions(rollout, trainer, case, notes, vocab_size, config).ask(thorough)
+    if (findings[0].kind, findings[0].place) == (NOT_REPRODUCED, trainer.name):
+        findings = (numerics.not_aligned(trainer, case, notes) or findings[0],)
     return Explanation(findings[0], tuple(notes.rows), time.process_time() - start, findings[1:])
 
 
@@ -148,7 +151,7 @@ class _Questions:
             "kept from before"
         )
         notes.note("compare", "first token that no replay gives?", f"token {first}", None)
-        return Finding(Cause.UNKNOWN, "not reproduced", strange[0], words, {"token": first})
+        return Finding(Cause.UNKNOWN, NOT_REPRODUCED, strange[0], words, {"token": first})
 
     def _engine_state(self) -> Finding | None:
         """Whether the service itself still gives the recorded bits, although its weights on fresh pages do not."""
@@ -228,4 +231,4 @@ class _Questions:
         words = (
             "the records differ, yet every replay of both sides gives the same bits: recorded under other conditions"
         )
-        return Finding(Cause.UNKNOWN, "not reproduced", "", words)
+        return Finding(Cause.UNKNOWN, NOT_REPRODUCED, "", words)

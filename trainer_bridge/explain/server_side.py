@@ -13,6 +13,7 @@ import torch
 from rollout.codec.debug import tensor_from_bytes, trace_from_proto, trace_request_to_proto
 from rollout.errors import InvalidRequest, NotFound, UnsupportedFeature
 from rollout.taps import Trace, TraceRequest
+from rollout.types import Float32Array
 from rollout.v1 import debug_pb2 as pb
 from rollout.v1 import debug_pb2_grpc
 from trainer_bridge.client import RolloutClient
@@ -97,3 +98,7 @@ class ServerSide:
         """See ``Side``; by whichever replica is free."""
         (found,) = records_of(self._client.generate_many([replay_request(record, 0)]))
         return found
+
+    def stock(self, record: RolloutRecord) -> Float32Array | None:
+        """See ``Side``; a service runs its own forward only."""
+        return None

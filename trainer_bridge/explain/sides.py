@@ -12,7 +12,10 @@ from rollout.kernels.base import Decoder
 from rollout.manifest import build_manifest
 from rollout.model import SharedModel
 from rollout.taps import Trace, Tracer, TraceRequest
+from rollout.types import Float32Array
 from rollout.weights import digest_of
+from trainer_bridge.collect import training_sample
+from trainer_bridge.contrast import OrdinaryTrainer
 from trainer_bridge.rollout_record import RolloutRecord
 
 
@@ -49,6 +52,13 @@ class Side(Protocol):
 
         Raises:
             InvalidRequest: the record does not say enough to be generated again.
+        """
+        ...
+
+    def stock(self, record: RolloutRecord) -> Float32Array | None:
+        """[L] nats by the architecture's own forward: SDPA, ordinary operations; None: this side has none.
+
+        Call outside of ``mode``.
         """
         ...
 
@@ -107,3 +117,10 @@ class ModelSide:
     def again(self, record: RolloutRecord) -> RolloutRecord | None:
         """See ``Side``."""
         return None if self._engine is None else self._engine(record)
+
+    def stock(self, record: RolloutRecord) -> Float32Array | None:
+        """See ``Side``."""
+        if "training" not in self.paths:
+            return None
+        threads = torch.get_num_threads()
+        return OrdinaryTrainer(self.model).logprobs([training_sample(record)], micro_batch=1, threads=threads)[0]

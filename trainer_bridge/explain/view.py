@@ -13,7 +13,7 @@ from trainer_bridge.explain.findings import Cause, Explanation
 from trainer_bridge.report import print_verdict
 
 _MARKS = {True: "equal", False: "DIFFERS", None: "-"}
-_EVERYWHERE = frozenset({"every token", "all tensors"})
+_EVERYWHERE = frozenset({"every token", "all tensors", "every operation"})
 _LEAD = {
     Cause.NONE: "no difference",
     Cause.WEIGHTS: "the weights differ",
