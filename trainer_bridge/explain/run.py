@@ -211,7 +211,7 @@ class _Questions:
         return value if isinstance(value, int) else None
 
     def _rows(self, side: Side, ids: tuple[int, ...] | None = None, positions: tuple[int, ...] | None = None) -> Rows:
-        """Logits that score the sample, by the forward that side really runs, alone."""
+        """Logits that score the sample, by the forward that side really runs, alone; of other ids in one pass."""
         case, path = self._case, side.paths[0]
         fed = ids if ids is not None else case.fed_ids
         request = TraceRequest(
@@ -219,7 +219,7 @@ class _Questions:
             positions=positions,
             logits_from=len(fed) - len(case.generated),
             path=path,  # type: ignore[arg-type]
-            decode_from=None if path == "training" else len(case.prompt),
+            decode_from=None if path == "training" or ids is not None else len(case.prompt),
             within=LOGITS,
             tensors=(LOGITS,),
         )
