@@ -251,3 +251,10 @@ def _(bench: Bench) -> Case:
 )
 def _(bench: Bench) -> Case:
     return stock(bench, 4)
+
+
+@fault(
+    "log-softmax outside of the invariant mode", NUMERICS, "log_softmax", "not aligned", words="trainer", aligned=False
+)
+def _(bench: Bench) -> Case:
+    return bench.case()

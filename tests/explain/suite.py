@@ -71,6 +71,18 @@ REAL = {
     "fused add_rms_norm: one rounding less": {},
     "unpadded product at few rows, trainer": {"place": r"layers\.\d+\.o_proj"},
     "GELU instead of SiLU": {},
+    "RoPE by neighbours instead of halves": {},
+    "norm with 1 + weight": {},
+    "a layer skipped": {},
+    "dropout left on": {},
+    "packed sequences attend to their neighbours": {},
+    "the stock forward in place of the aligned one": {},
+    "two layers in each other's place": {},
+    "one id changed by encoding again, not on record": {},
+    "the prompt cut at the right, not on record": {},
+    "decoded tokens at positions one too high": {},
+    "log-probs rounded to bfloat16 on the wire": {},
+    "a record that neither side computes": {},
 }
 """Faults that are planted in SmolLM2-135M-Instruct too, and what reads otherwise there."""
 

@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from rollout import cli
+from rollout.types import Float32Array
 from rollout.weights import model_digest
 from tests.engines import random_prompt, shared_model
 from tests.explain.bench import Bench, one_thread
@@ -41,6 +42,12 @@ def records(bench: Bench) -> list[RolloutRecord]:
     return [dataclasses.replace(bench.record(random_prompt(9 + i, i)), request_id=f"r{i}") for i in range(3)]
 
 
+def score(bench: Bench, record: RolloutRecord) -> Float32Array:
+    """As the aligned trainer does."""
+    with bench.trainer.kernels.invariant_mode():
+        return bench.score(record)
+
+
 def call(path: Path, *words: str) -> Result:
     if not any(c.callback is not None and c.callback.__name__ == "explain" for c in cli.app.registered_commands):
         register(cli.app)
@@ -55,9 +62,9 @@ def recorded(root: Path, bench: Bench, *, broken: bool, digest: str) -> Path:
         taken = records(bench)
         scored = []
         for record in taken:
-            values = bench.score(record)
+            values = score(bench, record)
             if broken and step == 1:
-                values = bench.score(dataclasses.replace(record, sampling=dataclasses.replace(
+                values = score(bench, dataclasses.replace(record, sampling=dataclasses.replace(
                     record.sampling, temperature=1.0)))  # type: ignore[type-var]  # fmt: skip
             scored.append(record.scored(values))
         facts = [SampleFacts(record.sampling, 1.0) for record in taken]
@@ -127,7 +134,7 @@ def test_explain_of_a_file(bench: Bench, tmp_path: Path) -> None:
     write_rollouts(tmp_path / "r.jsonl", taken)
     sound = call(bench.path, "explain", str(tmp_path / "r.jsonl"), "--thorough")
     assert sound.exit_code == 0 and "every tap hold equal bits" in sound.output, sound.output
-    theirs = [dataclasses.replace(r, policy_logprobs=bench.score(r), behavior_logprobs=None) for r in taken]
+    theirs = [dataclasses.replace(r, policy_logprobs=score(bench, r), behavior_logprobs=None) for r in taken]
     theirs[2] = dataclasses.replace(
         theirs[2], token_ids=theirs[2].token_ids[:-1], policy_logprobs=theirs[2].policy_logprobs[:-1],
         mask=theirs[2].mask[:-1], row_digests=None,

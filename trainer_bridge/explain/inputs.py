@@ -22,6 +22,8 @@ from trainer_bridge.explain.mistakes import Hints, mistakes
 from trainer_bridge.explain.rows import Rows
 
 STAGE = "inputs"
+_MOST_TRIED = 24
+"""Ids of equal log-prob that are fed in turn, to see which one the next row follows from."""
 _MOST_CHANGED = 8
 """Ids that are looked for before it is called another text."""
 
@@ -143,40 +145,60 @@ def substituted(
 ) -> Finding | None:
     """Other ids in the answer than were recorded, as after text was encoded again: which, from the log-probs alone.
 
+    The first value that is not the right one is then that of another id in the same row, bit for bit; other causes
+    change the whole row, and hit one of its values by chance once in thousands of times.
+
     Args:
         rows: the side's logits of the record. rescored: its logits of the prompt and other generated ids.
     """
     ids = list(case.generated)
-    changed: list[tuple[int, int]] = []
-    for _ in range(_MOST_CHANGED):
-        values = rows.plain()
-        wrong = np.flatnonzero(values.view(np.uint32) != wanted.view(np.uint32))
-        if not wrong.size:
+    changed: list[int] = []
+    known = True
+    while known and len(changed) < _MOST_CHANGED:
+        wrong = _wrong(rows, wanted)
+        if wrong is None:
             break
-        at = int(wrong[0])
-        if not case.record.mask[at] or (changed and at <= changed[-1][0]):
-            return None
-        found = _ids_with(rows, at, wanted[at])
-        if len(found) != 1:
-            return None
-        ids[at] = found[0]
-        changed.append((at, found[0]))
-        rows = rescored(tuple(ids))
-    if not changed or not _same(rows.plain(), wanted):
+        found = _ids_with(rows, wrong, wanted[wrong])
+        if not found or not case.record.mask[wrong] or (changed and wrong <= changed[-1]):
+            return None if not changed else _other_ids(case, changed, None, side)
+        changed.append(wrong)
+        known = False
+        for candidate in found[:_MOST_TRIED]:
+            ids[wrong] = candidate
+            rows = rescored(tuple(ids))
+            # A last token is scored, not fed: nothing behind it tells which of several it was.
+            if (after := _wrong(rows, wanted)) is None or after > wrong + 1:
+                known = True
+                break
+            # The row behind it fits, and its own target is another one too.
+            if after == wrong + 1 and len(found) == 1:
+                known = True
+    if not changed:
         return None
-    at, new = changed[0]
-    position = len(case.prompt) + at
-    words = f"the {side} scored id {new} at position {position}, where {case.generated[at]} was sampled"
+    return _other_ids(case, changed, ids[changed[0]] if known and _wrong(rows, wanted) is None else None, side)
+
+
+def _wrong(rows: Rows, wanted: Float32Array) -> int | None:
+    """First token whose value is not the recorded one."""
+    wrong = np.flatnonzero(rows.plain().view(np.uint32) != wanted.view(np.uint32))
+    return int(wrong[0]) if wrong.size else None
+
+
+def _other_ids(case: Case, changed: list[int], new: int | None, side: str) -> Finding:
+    at = changed[0]
+    position, old = len(case.prompt) + at, case.generated[at]
+    other = f"id {new}" if new is not None else "another id"
+    words = f"the {side} scored {other} at position {position}, where {old} was sampled"
     if len(changed) > 1:
         words += f"; {len(changed)} ids in all are others: encoded again?"
     return Finding(Cause.INPUTS, "ids", f"position {position}", words, {"position": position, "side": side})
 
 
 def _ids_with(rows: Rows, at: int, value: np.float32) -> list[int]:
-    """Ids whose log-prob in this row is this value, bit for bit."""
+    """Ids whose log-prob in this row is this value, bit for bit; logits of a small type are often alike."""
     one = rows.cut(slice(at, at + 1), slice(at, at + 1))
     whole = policy_logprob_rows(one.logits, torch.tensor([rows.temperature]), rows.vocab)[0]
-    return [int(i) for i in torch.nonzero(whole == float(value))[:2, 0]]
+    return [int(i) for i in torch.nonzero(whole == float(value))[:, 0]]
 
 
 def outside_vocabulary(case: Case, vocab: int) -> Finding | None:

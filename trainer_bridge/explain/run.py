@@ -14,11 +14,13 @@ from rollout.errors import InvalidRequest
 from rollout.taps import LOGITS, TraceRequest
 from rollout.types import Float32Array
 from trainer_bridge.explain import inputs, numerics, semantics, weights
+from trainer_bridge.explain.bisect import strangers
 from trainer_bridge.explain.case import Case
 from trainer_bridge.explain.findings import Cause, Explanation, Finding, Notebook
 from trainer_bridge.explain.mistakes import Hints
 from trainer_bridge.explain.rows import Rows
 from trainer_bridge.explain.sides import Side
+from trainer_bridge.ulp import bits
 
 NOT_REPRODUCED = "not reproduced"
 _NEAR = 0.05
@@ -43,10 +45,12 @@ def explain(
     """
     start = time.process_time()
     notes = Notebook()
+    questions = _Questions(rollout, trainer, case, notes, vocab_size, config)
     with torch.no_grad(), trainer.mode():
-        findings = _Questions(rollout, trainer, case, notes, vocab_size, config).ask(thorough)
-    if (findings[0].kind, findings[0].place) == (NOT_REPRODUCED, trainer.name):
-        findings = (numerics.not_aligned(trainer, case, notes) or findings[0],)
+        findings = questions.ask(thorough)
+    if findings[0].kind == NOT_REPRODUCED:
+        with torch.no_grad():
+            findings = (questions.outside_the_mode(findings[0]),)
     return Explanation(findings[0], tuple(notes.rows), time.process_time() - start, findings[1:])
 
 
@@ -64,6 +68,7 @@ class _Questions:
     ) -> None:
         self._rollout, self._trainer, self._case, self._notes = rollout, trainer, case, notes
         self._vocab, self._config = vocab_size, config
+        self._read: dict[str, Rows] = {}
 
     def ask(self, thorough: bool) -> tuple[Finding, ...]:
         """The first stage with a finding ends it."""
@@ -111,6 +116,7 @@ class _Questions:
     def _replayed(self) -> Finding | None:
         case, notes = self._case, self._notes
         ours, theirs = self._rows(self._rollout), self._rows(self._trainer)
+        self._read = {self._rollout.name: ours, self._trainer.name: theirs}
         sides = (
             (self._trainer.name, theirs, case.trainer_logprobs),
             (self._rollout.name, ours, case.record.policy_logprobs),
@@ -153,6 +159,23 @@ class _Questions:
         notes.note("compare", "first token that no replay gives?", f"token {first}", None)
         return Finding(Cause.UNKNOWN, NOT_REPRODUCED, strange[0], words, {"token": first})
 
+    def outside_the_mode(self, otherwise: Finding) -> Finding:
+        """What ordinary operations explain, where nothing in invariant mode did. Call outside of it."""
+        case, mask = self._case, self._case.record.mask
+        recorded = {self._rollout.name: case.record.policy_logprobs, self._trainer.name: case.trainer_logprobs}
+        for name, rows in self._read.items():
+            inside, outside = (bits(v[mask]) for v in (recorded[name], rows.plain()))
+            if inside.size and np.array_equal(inside, outside):
+                words = (
+                    f"the {name}'s logits are the aligned ones, its log-softmax is not: it ran outside of the "
+                    "invariant mode"
+                )
+                self._notes.note(numerics.STAGE, f"and the {name}'s log-softmax by ordinary operations?", "yes", False)
+                return Finding(Cause.NUMERICS, "not aligned", "log_softmax", words, {"side": name})
+        if otherwise.place != self._trainer.name:
+            return otherwise
+        return numerics.not_aligned(self._trainer, case, self._notes) or otherwise
+
     def _engine_state(self) -> Finding | None:
         """Whether the service itself still gives the recorded bits, although its weights on fresh pages do not."""
         case, notes, name = self._case, self._notes, self._rollout.name
@@ -191,6 +214,9 @@ class _Questions:
         if (found := inputs.substituted(case, values, rows, rescored, side.name)) is not None:
             notes.note(inputs.STAGE, f"did the {side.name} score other ids?", found.sentence, False)
             return found
+        if self._depends_on_company(side, rows):
+            # Then no feed alone gives what it gave in company; where it happens, the taps say.
+            return None
         plain = rows.plain()
         wrong = np.flatnonzero((plain.view(np.uint32) != values.view(np.uint32)) & case.record.mask)
         apart = np.abs(plain.astype(np.float64) - values)[wrong]
@@ -201,6 +227,22 @@ class _Questions:
             first=int(wrong[0]) if wrong.size else 0,
         )
         return inputs.guess(case, values, plain, score, notes, hints, side.name)
+
+    def _depends_on_company(self, side: Side, rows: Rows) -> bool:
+        """One look at the logits only, with strangers in the pass or in chunks; ``numerics`` looks closely."""
+        case, path = self._case, side.paths[0]
+        training = path == "training"
+        request = TraceRequest(
+            case.fed_ids,
+            logits_from=case.start,
+            path=path,  # type: ignore[arg-type]
+            decode_from=None if training else len(case.prompt),
+            company=(case.trainer_company if training else case.rollout_company) or strangers(case),
+            within=LOGITS,
+            tensors=(LOGITS,),
+            chunk=None if training else max(1, len(case.prompt) // 3 | 1),
+        )
+        return not torch.equal(side.trace(request).tensors[LOGITS], rows.logits)
 
     def _eos(self) -> frozenset[int]:
         value = self._config.get("eos_token_id")
