@@ -16,6 +16,7 @@ import torch
 from rollout.errors import InvalidRequest
 from rollout.logprobs import policy_logprob_rows
 from rollout.types import Float32Array, Int32Array
+from trainer_bridge.checks import Mask
 from trainer_bridge.explain.case import Case
 from trainer_bridge.explain.findings import Cause, Finding, Notebook
 from trainer_bridge.explain.mistakes import Hints, mistakes
@@ -151,15 +152,15 @@ def substituted(
     Args:
         rows: the side's logits of the record. rescored: its logits of the prompt and other generated ids.
     """
-    ids = list(case.generated)
+    ids, mask = list(case.generated), case.record.mask
     changed: list[int] = []
     known = True
     while known and len(changed) < _MOST_CHANGED:
-        wrong = _wrong(rows, wanted)
+        wrong = _wrong(rows, wanted, mask)
         if wrong is None:
             break
         found = _ids_with(rows, wrong, wanted[wrong])
-        if not found or not case.record.mask[wrong] or (changed and wrong <= changed[-1]):
+        if not found or (changed and wrong <= changed[-1]):
             return None if not changed else _other_ids(case, changed, None, side)
         changed.append(wrong)
         known = False
@@ -167,7 +168,7 @@ def substituted(
             ids[wrong] = candidate
             rows = rescored(tuple(ids))
             # A last token is scored, not fed: nothing behind it tells which of several it was.
-            if (after := _wrong(rows, wanted)) is None or after > wrong + 1:
+            if (after := _wrong(rows, wanted, mask)) is None or after > wrong + 1:
                 known = True
                 break
             # The row behind it fits, and its own target is another one too.
@@ -175,12 +176,12 @@ def substituted(
                 known = True
     if not changed:
         return None
-    return _other_ids(case, changed, ids[changed[0]] if known and _wrong(rows, wanted) is None else None, side)
+    return _other_ids(case, changed, ids[changed[0]] if known and _wrong(rows, wanted, mask) is None else None, side)
 
 
-def _wrong(rows: Rows, wanted: Float32Array) -> int | None:
-    """First token whose value is not the recorded one."""
-    wrong = np.flatnonzero(rows.plain().view(np.uint32) != wanted.view(np.uint32))
+def _wrong(rows: Rows, wanted: Float32Array, mask: Mask) -> int | None:
+    """First token of the model's whose value is not the recorded one."""
+    wrong = np.flatnonzero(mask & (rows.plain().view(np.uint32) != wanted.view(np.uint32)))
     return int(wrong[0]) if wrong.size else None
 
 
