@@ -40,6 +40,14 @@ def write_json(path: Path | None, figures: dict[str, Any]) -> None:
         path.write_text(json.dumps(figures, indent=1, allow_nan=False, default=str) + "\n", encoding="utf-8")
 
 
+def wide_console() -> Any:
+    """A rich console; where output goes to a file or a pipe, wide enough for tables with sentences in them."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=140)
+
+
 @app.command()
 def serve(config: Config = None, overrides: Overrides = None) -> None:
     """Start Ray, the replicas and the gRPC server; stop with SIGTERM or Ctrl-C."""

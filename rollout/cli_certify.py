@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollout.cli import Config, JsonFile, Overrides, write_json
+from rollout.cli import Config, JsonFile, Overrides, wide_console, write_json
 from rollout.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -39,13 +39,15 @@ def certify(
     config: Config = None,
     full: Annotated[bool, typer.Option("--full", help="Every length and row count; minutes instead of one.")] = False,
     out: Annotated[Path | None, typer.Option(help="Where to write the certificate; default: the cache.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run nothing: is there a certificate that strict serving would accept?")
+    ] = False,
     json_file: JsonFile = None,
     overrides: Overrides = None,
 ) -> None:
     """Run the invariance battery on this machine with this model; write a certificate; exit 1 if anything differs."""
     import os
 
-    from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from rollout.certify.battery import FAMILIES
@@ -53,7 +55,12 @@ def certify(
     from rollout.certify.certificate import default_path, write_certificate
 
     settings, model = _model(config, overrides)
-    console = Console()
+    console = wide_console()
+    if check:
+        certificate = _accepted(settings, model)
+        show(certificate, console)
+        write_json(json_file, certificate.to_json())
+        return
     counts = sorted({1, settings.engine.threads, min(2, os.cpu_count() or 1)})
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
@@ -72,6 +79,16 @@ def certify(
     console.print(f"written to {path}", soft_wrap=True)
     write_json(json_file, certificate.to_json())
     raise typer.Exit(0 if certificate.holds else 1)
+
+
+def _accepted(settings: Any, model: SharedModel) -> Certificate:
+    """The certificate that a strict worker would accept. CertificateError: there is none, and why."""
+    from rollout.certify.certificate import require_certificate
+    from rollout.manifest import build_manifest
+
+    named = settings.engine.certificate
+    path = Path(named) if named is not None else None
+    return require_certificate(build_manifest(model), path=path, threads=settings.engine.threads)
 
 
 def show(certificate: Certificate, console: Any) -> None:
@@ -123,13 +140,12 @@ def manifest_diff(
     json_file: JsonFile = None,
 ) -> None:
     """What differs between two manifests, and whether it can change a bit; exit 1 if something can."""
-    from rich.console import Console
     from rich.table import Table
 
     from rollout.manifest_diff import diff_manifests, in_words
 
     differences = diff_manifests(read_manifest(left), read_manifest(right))
-    console = Console()
+    console = wide_console()
     if differences:
         table = Table()
         for name in ("key", left.name, right.name, "can change bits?", "why"):

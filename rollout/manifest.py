@@ -13,6 +13,7 @@ import torch
 
 from rollout.kernels.npu.environment import TABLE as NPU_ENVIRONMENT
 from rollout.model import SharedModel, config_digest_source
+from rollout.sources import source_digests
 from rollout.types import LogprobMode
 from rollout.weights import dtype_name
 
@@ -44,6 +45,7 @@ def build_manifest(model: SharedModel) -> dict[str, str]:
     manifest |= {f"kernels.op.{op}": provider for op, provider in kernels.providers().items()}
     if model.vision is not None:
         manifest["kernels.op.vision_attention"] = model.vision.name
+    manifest |= {f"source.{name}": digest for name, digest in source_digests().items()}
     manifest |= {f"library.{name}": importlib.metadata.version(name) for name in LIBRARIES}
     manifest |= {f"environment.{name}": os.environ.get(name, "") for name in ENVIRONMENT}
     manifest |= {f"host.environment.{name}": os.environ.get(name, "") for name in HOST_ENVIRONMENT}

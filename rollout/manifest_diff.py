@@ -39,6 +39,8 @@ _MEANINGS: Mapping[str, _Meaning] = {
     "process.": _Meaning(False, "which process it is enters no arithmetic"),
     "replica.": _Meaning(False, "which replica it is enters no arithmetic"),
     "server.": _Meaning(False, "how the server is reached enters no arithmetic"),
+    "source.": _Meaning(True, "this source file of zerodrift differs: another build, or one that was edited"),
+    "source.kernels": _Meaning(True, "the sources of the kernel sets differ: another build, or one that was edited"),
     "torch.float32_matmul_precision": _Meaning(True, "float32 products may round their inputs to bfloat16 or TF32"),
     "weights.": _Meaning(True, "the weights differ"),
     "weights.version": _Meaning(True, "one side holds weights of another step"),

@@ -92,24 +92,35 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, first: int = 0, window: int = 0, shift: int = 0
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    *,
+    first: int = 0,
+    window: int = 0,
+    shift: int = 0,
+    cap: float = 0.0,
+    without: int = 0,
 ) -> torch.Tensor:
     """Causal attention: q [H, Tq, D] are rows first, first + 1, ... of k, v [H_kv, T, D] -> [H, Tq, D].
 
     Args:
         window: how many keys a row sees at most; 0 is all. shift: how many keys too many (negative: too few) it sees.
+        cap: of the scores, by tanh; 0 is none. without: leading keys that no row sees.
     """
     group = q.shape[0] // k.shape[0]
     row = torch.arange(first, first + q.shape[1])[:, None]
     key = torch.arange(k.shape[1])[None]
-    hidden = key > row + shift
+    hidden = (key > row + shift) | (key < without)
     if window:
         hidden |= key <= row - window
     out = torch.empty_like(q)
     for head in range(q.shape[0]):
         shared = head // group
-        scores = (q[head] @ k[shared].T * scale).masked_fill(hidden, -torch.inf)
-        out[head] = torch.softmax(scores, -1) @ v[shared]
+        scores = q[head] @ k[shared].T * scale
+        scores = cap * torch.tanh(scores / cap) if cap else scores
+        out[head] = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ v[shared]
     return out
 
 

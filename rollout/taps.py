@@ -53,6 +53,8 @@ class TraceRequest:
     """None: a few taps of every layer. Else all taps whose name starts with this, such as "layers.3.".  """
     tensors: tuple[str, ...] = ()
     """taps whose values are returned too"""
+    chunk: int | None = None
+    """rows before ``decode_from`` go in passes of this many, as a chunked prefill does; None: in one pass"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,25 @@ def _hooked(model: SharedModel, recorder: _Recorder) -> Iterator[None]:
             handle.remove()
 
 
+def _check(request: TraceRequest, vocab: int, context: int) -> None:
+    size = len(request.token_ids)
+    if not size:
+        raise InvalidRequest("a trace needs at least one token", field="token_ids")
+    for name, ids in (("token_ids", request.token_ids), *(("company", c) for c in request.company)):
+        if not ids or not (min(ids) >= 0 and max(ids) < vocab):
+            raise InvalidRequest(f"{name} must be one or more ids below {vocab}", field=name)
+        # Kernels look rotations up in a table as long as the context.
+        if len(ids) > context:
+            raise InvalidRequest(f"{name} has {len(ids)} ids, the context is {context}", field=name)
+    positions = request.positions
+    if positions is not None and (len(positions) != size or not (min(positions) >= 0 and max(positions) < context)):
+        raise InvalidRequest(f"positions must be {size} numbers below the context of {context}", field="positions")
+    if not 0 <= request.logits_from <= size:
+        raise InvalidRequest(f"logits_from = {request.logits_from} is outside [0, {size}]", field="logits_from")
+    if request.chunk is not None and request.chunk < 1:
+        raise InvalidRequest(f"chunk = {request.chunk} must be at least 1", field="chunk")
+
+
 class Tracer:
     """Replays sequences on one model. Call in that side's own mode (invariant or not), without gradients."""
 
@@ -162,11 +183,11 @@ class Tracer:
         """Replay and look.
 
         Raises:
-            InvalidRequest: an empty sequence, or a path the model does not have.
+            InvalidRequest: an empty sequence, ids, positions or rows that the model does not have, or a path that this
+                kernel set does not.
         """
         size = len(request.token_ids)
-        if not size:
-            raise InvalidRequest("a trace needs at least one token", field="token_ids")
+        _check(request, self._model.spec.vocab_size, self._model.spec.context_length)
         # A replay carries no images: placeholders would pass for text.
         place(request.token_ids, (), self._model.vision.rules if self._model.vision else None, "token_ids")
         if request.path == "fused" and self._decoder is None:
@@ -199,7 +220,8 @@ class Tracer:
     def _training(self, request: TraceRequest, recorder: _Recorder) -> torch.Tensor:
         ids, positions = self._ids(request)
         others = [torch.tensor(c) for c in request.company]
-        half = len(others) // 2
+        # One alone goes in front: what leaks between sequences leaks to those behind.
+        half = (len(others) + 1) // 2
         parts = [*others[:half], ids, *others[half:]]
         places = [torch.arange(len(p)) for p in others[:half]] + [positions]
         places += [torch.arange(len(p)) for p in others[half:]]
@@ -217,7 +239,9 @@ class Tracer:
         lengths = [len(ids), *(len(c) for c in request.company)]
         pages = ReplayPages(self._model.kernels, self._model.spec, lengths)
         start = len(ids) if request.decode_from is None else max(1, min(request.decode_from, len(ids)))
-        ranges = [(0, start)] + [(n, n + 1) for n in range(start, len(ids))]
+        chunk = min(request.chunk or start, start)
+        ranges = [(n, min(n + chunk, start)) for n in range(0, start, chunk)]
+        ranges += [(n, n + 1) for n in range(start, len(ids))]
         parts = [
             self._pass(request, recorder, pages, (ids[a:b], positions[a:b], a)) for a, b in ranges
         ]  # fmt: skip

@@ -58,15 +58,25 @@ def run_family(family: Family, subject: Subject) -> FamilyResult:
     )
 
 
+def _plan(subject: Subject) -> dict[str, str]:
+    """What was chosen by measurement: by the kernel set, and for each product of its decoder."""
+    products = subject.decoder.products() if subject.decoder is not None else ()
+    return dict(subject.kernels.measured_plan(subject.model.hf)) | {
+        f"linear.{p.name} {p.shape}": p.plan for p in products
+    }
+
+
 def certify(
     model: SharedModel,
     *,
     level: Level = "quick",
     thread_counts: Sequence[int] = (1, 2),
-    families: Sequence[Family] = FAMILIES,
+    families: Sequence[Family] | None = None,
     progress: Callable[[FamilyResult], None] | None = None,
 ) -> Certificate:
     """Run the battery on the machine and with the weights at hand. Changes torch's thread count only for its duration.
+
+    ``families`` None: all of them.
 
     Raises:
         ParityError: the kernel set itself found that nothing here could be exact, or no open plan of it was.
@@ -76,7 +86,7 @@ def certify(
     subject = Subject(model, decoder, level, tuple(dict.fromkeys(thread_counts)))
     before = torch.get_num_threads()
     results: list[FamilyResult] = []
-    for family in families:
+    for family in families if families is not None else FAMILIES:
         results.append(run_family(family, subject))
         if progress is not None:
             progress(results[-1])
@@ -88,7 +98,7 @@ def certify(
         level=level,
         families=tuple(results),
         threads=subject.threads,
-        plan=dict(model.kernels.measured_plan(model.hf)),
+        plan=_plan(subject),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         model=model.spec.name,
     )

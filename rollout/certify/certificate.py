@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -119,6 +120,35 @@ def read_certificate(path: Path) -> Certificate:
     return certificate
 
 
+def _changed(certificate: Certificate, manifest: Mapping[str, str]) -> str:
+    differences = diff_manifests(certificate.manifest, manifest)
+    shown = "; ".join(f"{d} ({d.words})" for d in differences[:3])
+    return f"certified | here: {shown}{' and more' if len(differences) > 3 else ''}"
+
+
+def _nearest(manifest: Mapping[str, str], folder: Path) -> tuple[Path, Certificate] | None:
+    """Of the certificates of this model in a folder, the one whose manifest differs least."""
+    found: list[tuple[int, Path, Certificate]] = []
+    for path in sorted(folder.glob("*.json")):
+        with contextlib.suppress(CertificateError):
+            other = read_certificate(path)
+            if other.manifest.get("model.config_digest") == manifest.get("model.config_digest"):
+                found.append((len(diff_manifests(other.manifest, manifest)), path, other))
+    return min(found, key=lambda item: item[:2])[1:] if found else None
+
+
+def _absent(manifest: Mapping[str, str], where: Path) -> str:
+    """There is none for this manifest; the nearest one of this model says what changed since."""
+    nearest = _nearest(manifest, where.parent)
+    if nearest is None:
+        return f"there is no certificate {where}; {WAY_OUT}"
+    path, certificate = nearest
+    return (
+        f"there is no certificate {where}; {path.name} of {certificate.created} no longer matches: "
+        f"{_changed(certificate, manifest)}; {WAY_OUT}"
+    )
+
+
 def require_certificate(manifest: Mapping[str, str], *, path: Path | None, threads: int) -> Certificate:
     """The certificate that lets a worker with this manifest serve in strict mode.
 
@@ -131,12 +161,12 @@ def require_certificate(manifest: Mapping[str, str], *, path: Path | None, threa
     """
     digest = manifest_digest(manifest)
     where = path or default_path(digest)
+    if path is None and not where.exists():
+        raise CertificateError(_absent(manifest, where), field="engine.certificate")
     certificate = read_certificate(where)
     if certificate.manifest_digest != digest or manifest_digest(certificate.manifest) != certificate.manifest_digest:
-        changed = [str(d) for d in diff_manifests(certificate.manifest, manifest)]
         raise CertificateError(
-            f"certificate {where} was made for another manifest; certified | here: {'; '.join(changed[:3])}"
-            f"{' and more' if len(changed) > 3 else ''}; {WAY_OUT}",
+            f"certificate {where} was made for another manifest; {_changed(certificate, manifest)}; {WAY_OUT}",
             field="engine.certificate",
         )
     if not certificate.holds:

@@ -47,6 +47,20 @@ def _checks(subject: Subject) -> Iterator[Outcome]:
                 real = subject.random(2, 33, inner)
                 yield compare(f"{outer}x{inner}, real weights", layer(real[:3]), layer(real)[:3])
 
+    yield from _planned(subject)
+
+
+def _planned(subject: Subject) -> Iterator[Outcome]:
+    """What the rollout multiplies, stacked and packed as it was planned, against the modules that training runs."""
+    for product in subject.decoder.products() if subject.decoder is not None else ():
+        x = subject.random(6, _MOST_ROWS, product.modules[0].in_features)
+        with subject.kernels.invariant_mode():
+            wanted = torch.cat([module(x) for module in product.modules], 1)
+            for rows in _FULL_ROWS if subject.full else _QUICK_ROWS:
+                if rows <= len(x):
+                    name = f"{product.name} {product.shape} ({product.plan}), {rows} rows"
+                    yield compare(name, product.run(x[:rows]), wanted[:rows])
+
 
 @torch.no_grad()
 def _control(subject: Subject) -> Outcome:
@@ -61,4 +75,4 @@ def _control(subject: Subject) -> Outcome:
     return compare(f"{outer}x{inner}, K summed in two halves", parts.to(x.dtype), whole)
 
 
-FAMILY = Family("linear", "products at every K and N of the model", _checks, _control)
+FAMILY = Family("linear", "products at every K and N of the model, plain and as planned", _checks, _control)

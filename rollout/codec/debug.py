@@ -29,6 +29,7 @@ def trace_request_to_proto(request: TraceRequest, replica: str = "") -> pb.Trace
         within=request.within,
         tensors=request.tensors,
         replica=replica,
+        chunk=request.chunk,
     )
 
 
@@ -53,6 +54,7 @@ def trace_request_from_proto(message: pb.TraceRequest) -> TraceRequest:
         company=tuple(tuple(sequence.token_ids) for sequence in message.company),
         within=message.within if message.HasField("within") else None,
         tensors=tuple(message.tensors),
+        chunk=message.chunk if message.HasField("chunk") else None,
     )
 
 

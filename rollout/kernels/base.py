@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -106,6 +106,25 @@ class BoundPacked(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One linear product of a decoder's rollout step, and the modules that it stands for."""
+
+    name: str
+    """such as "q_proj+k_proj+v_proj" """
+    modules: tuple[torch.nn.Linear, ...]
+    """share their input; outputs side by side"""
+    run: Callable[[torch.Tensor], torch.Tensor]
+    """[T, K] -> [T, N]; call in invariant mode"""
+    plan: str
+    """how it is multiplied, as measured on this machine"""
+
+    @property
+    def shape(self) -> str:
+        """N x K of all its modules together."""
+        return f"{sum(m.out_features for m in self.modules)}x{self.modules[0].in_features}"
+
+
 class Decoder(Protocol):
     """A kernel set's own forward of a rollout step: the bits of the modules in invariant mode, fewer operations."""
 
@@ -133,6 +152,10 @@ class Decoder(Protocol):
 
     def refresh(self) -> None:
         """Take the parameters' present values, after they changed in place."""
+        ...
+
+    def products(self) -> Sequence[Product]:
+        """Its products, one of every kind and shape: the certificate compares each with its modules."""
         ...
 
 

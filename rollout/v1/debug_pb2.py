@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rollout/v1/debug.proto\x12\nrollout.v1\"\xef\x01\n\x0cTraceRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x11\n\tpositions\x18\x02 \x03(\r\x12\x13\n\x0blogits_from\x18\x03 \x01(\r\x12\x0c\n\x04path\x18\x04 \x01(\t\x12\x18\n\x0b\x64\x65\x63ode_from\x18\x05 \x01(\rH\x00\x88\x01\x01\x12*\n\x07\x63ompany\x18\x06 \x03(\x0b\x32\x19.rollout.v1.TokenSequence\x12\x13\n\x06within\x18\x07 \x01(\tH\x01\x88\x01\x01\x12\x0f\n\x07tensors\x18\x08 \x03(\t\x12\x0f\n\x07replica\x18\t \x01(\tB\x0e\n\x0c_decode_fromB\t\n\x07_within\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"`\n\rTraceResponse\x12\'\n\x07\x64igests\x18\x01 \x03(\x0b\x32\x16.rollout.v1.TapDigests\x12&\n\x07tensors\x18\x02 \x03(\x0b\x32\x15.rollout.v1.TapTensor\"\'\n\nTapDigests\x12\x0b\n\x03tap\x18\x01 \x01(\t\x12\x0c\n\x04rows\x18\x02 \x03(\x06\"D\n\tTapTensor\x12\x0b\n\x03tap\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"1\n\x10GetTensorRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\"?\n\x11GetTensorResponse\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x32\x98\x01\n\x0c\x44\x65\x62ugService\x12<\n\x05Trace\x12\x18.rollout.v1.TraceRequest\x1a\x19.rollout.v1.TraceResponse\x12J\n\tGetTensor\x12\x1c.rollout.v1.GetTensorRequest\x1a\x1d.rollout.v1.GetTensorResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rollout/v1/debug.proto\x12\nrollout.v1\"\x8d\x02\n\x0cTraceRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x11\n\tpositions\x18\x02 \x03(\r\x12\x13\n\x0blogits_from\x18\x03 \x01(\r\x12\x0c\n\x04path\x18\x04 \x01(\t\x12\x18\n\x0b\x64\x65\x63ode_from\x18\x05 \x01(\rH\x00\x88\x01\x01\x12*\n\x07\x63ompany\x18\x06 \x03(\x0b\x32\x19.rollout.v1.TokenSequence\x12\x13\n\x06within\x18\x07 \x01(\tH\x01\x88\x01\x01\x12\x0f\n\x07tensors\x18\x08 \x03(\t\x12\x0f\n\x07replica\x18\t \x01(\t\x12\x12\n\x05\x63hunk\x18\n \x01(\rH\x02\x88\x01\x01\x42\x0e\n\x0c_decode_fromB\t\n\x07_withinB\x08\n\x06_chunk\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"`\n\rTraceResponse\x12\'\n\x07\x64igests\x18\x01 \x03(\x0b\x32\x16.rollout.v1.TapDigests\x12&\n\x07tensors\x18\x02 \x03(\x0b\x32\x15.rollout.v1.TapTensor\"\'\n\nTapDigests\x12\x0b\n\x03tap\x18\x01 \x01(\t\x12\x0c\n\x04rows\x18\x02 \x03(\x06\"D\n\tTapTensor\x12\x0b\n\x03tap\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"1\n\x10GetTensorRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\"?\n\x11GetTensorResponse\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x32\x98\x01\n\x0c\x44\x65\x62ugService\x12<\n\x05Trace\x12\x18.rollout.v1.TraceRequest\x1a\x19.rollout.v1.TraceResponse\x12J\n\tGetTensor\x12\x1c.rollout.v1.GetTensorRequest\x1a\x1d.rollout.v1.GetTensorResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,19 +32,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollout.v1.debug_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TRACEREQUEST']._serialized_start=39
-  _globals['_TRACEREQUEST']._serialized_end=278
-  _globals['_TOKENSEQUENCE']._serialized_start=280
-  _globals['_TOKENSEQUENCE']._serialized_end=314
-  _globals['_TRACERESPONSE']._serialized_start=316
-  _globals['_TRACERESPONSE']._serialized_end=412
-  _globals['_TAPDIGESTS']._serialized_start=414
-  _globals['_TAPDIGESTS']._serialized_end=453
-  _globals['_TAPTENSOR']._serialized_start=455
-  _globals['_TAPTENSOR']._serialized_end=523
-  _globals['_GETTENSORREQUEST']._serialized_start=525
-  _globals['_GETTENSORREQUEST']._serialized_end=574
-  _globals['_GETTENSORRESPONSE']._serialized_start=576
-  _globals['_GETTENSORRESPONSE']._serialized_end=639
-  _globals['_DEBUGSERVICE']._serialized_start=642
-  _globals['_DEBUGSERVICE']._serialized_end=794
+  _globals['_TRACEREQUEST']._serialized_end=308
+  _globals['_TOKENSEQUENCE']._serialized_start=310
+  _globals['_TOKENSEQUENCE']._serialized_end=344
+  _globals['_TRACERESPONSE']._serialized_start=346
+  _globals['_TRACERESPONSE']._serialized_end=442
+  _globals['_TAPDIGESTS']._serialized_start=444
+  _globals['_TAPDIGESTS']._serialized_end=483
+  _globals['_TAPTENSOR']._serialized_start=485
+  _globals['_TAPTENSOR']._serialized_end=553
+  _globals['_GETTENSORREQUEST']._serialized_start=555
+  _globals['_GETTENSORREQUEST']._serialized_end=604
+  _globals['_GETTENSORRESPONSE']._serialized_start=606
+  _globals['_GETTENSORRESPONSE']._serialized_end=669
+  _globals['_DEBUGSERVICE']._serialized_start=672
+  _globals['_DEBUGSERVICE']._serialized_end=824
 # @@protoc_insertion_point(module_scope)

@@ -33,6 +33,7 @@ class TraceRequest(_message.Message):
     WITHIN_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
     logits_from: _builtins.int
     """Logits are computed from this row on."""
     path: _builtins.str
@@ -43,6 +44,8 @@ class TraceRequest(_message.Message):
     """Unset: a few taps of every layer; else all taps whose name starts with this."""
     replica: _builtins.str
     """Replica to ask; empty: the first."""
+    chunk: _builtins.int
+    """Rows before decode_from go in passes of this many; unset: in one pass."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The sequence."""
@@ -71,15 +74,20 @@ class TraceRequest(_message.Message):
         within: _builtins.str | None = ...,
         tensors: _abc.Iterable[_builtins.str] | None = ...,
         replica: _builtins.str = ...,
+        chunk: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_from", b"_decode_from", "_within", b"_within", "decode_from", b"decode_from", "within", b"within"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_chunk", b"_chunk", "_decode_from", b"_decode_from", "_within", b"_within", "chunk", b"chunk", "decode_from", b"decode_from", "within", b"within"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_from", b"_decode_from", "_within", b"_within", "company", b"company", "decode_from", b"decode_from", "logits_from", b"logits_from", "path", b"path", "positions", b"positions", "replica", b"replica", "tensors", b"tensors", "token_ids", b"token_ids", "within", b"within"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chunk", b"_chunk", "_decode_from", b"_decode_from", "_within", b"_within", "chunk", b"chunk", "company", b"company", "decode_from", b"decode_from", "logits_from", b"logits_from", "path", b"path", "positions", b"positions", "replica", b"replica", "tensors", b"tensors", "token_ids", b"token_ids", "within", b"within"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__chunk: _TypeAlias = _typing.Literal["chunk"]  # noqa: Y015
+    _WhichOneofArgType__chunk: _TypeAlias = _typing.Literal["_chunk", b"_chunk"]  # noqa: Y015
     _WhichOneofReturnType__decode_from: _TypeAlias = _typing.Literal["decode_from"]  # noqa: Y015
     _WhichOneofArgType__decode_from: _TypeAlias = _typing.Literal["_decode_from", b"_decode_from"]  # noqa: Y015
     _WhichOneofReturnType__within: _TypeAlias = _typing.Literal["within"]  # noqa: Y015
     _WhichOneofArgType__within: _TypeAlias = _typing.Literal["_within", b"_within"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__chunk) -> _WhichOneofReturnType__chunk | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_from) -> _WhichOneofReturnType__decode_from | None: ...
     @_typing.overload

@@ -46,6 +46,8 @@ class Bench:
     rollout: SharedModel = field(init=False)
     trainer: SharedModel = field(init=False)
     decoder: Decoder | None = field(init=False)
+    engine: Callable[[RolloutRecord], RolloutRecord] | None = None
+    """generates a record once more on the rollout's own caches"""
 
     def __post_init__(self) -> None:
         self.rollout = shared_model(self.path, self.dtype, self.page)
@@ -130,7 +132,7 @@ class Bench:
 
     def explain(self, case: Case, *, thorough: bool = False) -> Explanation:
         """Ask."""
-        left = ModelSide("rollout", self.rollout, training=False, decoder=self.decoder)
+        left = ModelSide("rollout", self.rollout, training=False, decoder=self.decoder, engine=self.engine)
         right = ModelSide("trainer", self.trainer, training=True)
         config = self.rollout.hf.config.to_dict()
         return explain(left, right, case, vocab_size=self.vocab, config=config, thorough=thorough)
@@ -151,18 +153,27 @@ class Fault:
     plant: Callable[[Bench], Case]
     words: str = ""
     """regular expression that the sentence must hold"""
+    aligned: bool = True
+    """whether it is planted in invariant mode"""
 
 
 FAULTS: list[Fault] = []
 
 
 def fault(
-    name: str, cause: Cause, place: str, kind: str, model: str = "qwen3-fp32", words: str = ""
+    name: str,
+    cause: Cause,
+    place: str,
+    kind: str,
+    model: str = "qwen3-fp32",
+    words: str = "",
+    *,
+    aligned: bool = True,
 ) -> Callable[[Callable[[Bench], Case]], Callable[[Bench], Case]]:
     """Enter a planting function into the suite."""
 
     def enter(plant: Callable[[Bench], Case]) -> Callable[[Bench], Case]:
-        FAULTS.append(Fault(name, cause, place, kind, model, plant, words))
+        FAULTS.append(Fault(name, cause, place, kind, model, plant, words, aligned))
         return plant
 
     return enter

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from tests.engines import random_prompt
@@ -126,3 +128,91 @@ def _(bench: Bench) -> Case:
     places[15:] += 1
     case = scored(bench, record, ids_of(record), places[:-1].tolist())
     return bench.case(record, case.trainer_logprobs, fed=fed(record, positions=places))
+
+
+@fault("a second BOS", INPUTS, "position 0", "template", words="added to a prompt that has it")
+def _(bench: Bench) -> Case:
+    record = bench.record((0, *random_prompt(20, 5)))
+    return scored(bench, record, [0, *ids_of(record)])
+
+
+@fault("the BOS missing", INPUTS, "position 0", "template", words="id 0.*missing")
+def _(bench: Bench) -> Case:
+    record = bench.record((0, *random_prompt(20, 5)))
+    return scored(bench, record, ids_of(record)[1:])
+
+
+@fault("the prompt cut at the right, not on record", INPUTS, "position 16", "truncated", words="on the right")
+def _(bench: Bench) -> Case:
+    record = bench.record()
+    ids = ids_of(record)
+    return scored(bench, record, [*ids[:16], *ids[21:]])
+
+
+@fault("the prompt cut at the right, on record", INPUTS, "position 16", "truncated", words="on the right")
+def _(bench: Bench) -> Case:
+    record = bench.record()
+    ids = ids_of(record)
+    cut = [*ids[:16], *ids[21:]]
+    case = scored(bench, record, cut)
+    return bench.case(record, case.trainer_logprobs, fed=fed(record, token_ids=np.array(cut, np.int32), positions=None))
+
+
+@fault("an EOS put at the end", INPUTS, "token 12", "length", words="EOS put at the end")
+def _(bench: Bench) -> Case:
+    record = bench.record()
+    return bench.case(record, np.append(bench.score(record), np.float32(-3.0)))
+
+
+@fault("the sampled EOS dropped", INPUTS, "token 11", "length", words="EOS \\(id 1\\) was dropped")
+def _(bench: Bench) -> Case:
+    record = bench.record()
+    ids = record.token_ids.copy()
+    ids[-1] = 1
+    record = dataclasses.replace(record, token_ids=ids)
+    return bench.case(record, bench.score(record)[:-1])
+
+
+@fault("one id changed by encoding again, not on record", INPUTS, "position 25", "ids", words="was sampled")
+def _(bench: Bench) -> Case:
+    return encoded_again(bench, [4])
+
+
+@fault("three ids changed, not on record", INPUTS, "position 23", "ids", words="3 ids in all")
+def _(bench: Bench) -> Case:
+    return encoded_again(bench, [2, 5, 9])
+
+
+def encoded_again(bench: Bench, places: list[int]) -> Case:
+    record = bench.record()
+    ids = record.token_ids.copy()
+    ids[places] = (ids[places] + 1) % bench.vocab
+    other = dataclasses.replace(record, token_ids=ids)
+    return bench.case(record, bench.score(other))
+
+
+@fault("pads between prompt and answer attended", INPUTS, "position 21", "padding", "padded-fp32", words="3 pad")
+def _(bench: Bench) -> Case:
+    record = bench.record()
+    ids = ids_of(record)
+    return scored(bench, record, [*ids[:21], 2, 2, 2, *ids[21:]])
+
+
+@fault("pads in front attended, up to a width", INPUTS, "position 0", "padding", "padded-fp32", words="11 pad")
+def _(bench: Bench) -> Case:
+    record = bench.record()
+    return scored(bench, record, [2] * 11 + ids_of(record))
+
+
+@fault("positions of the answer start again", INPUTS, "position 21", "positions", words="trainer.*again at 0")
+def _(bench: Bench) -> Case:
+    record = bench.record()
+    ids = ids_of(record)
+    return scored(bench, record, ids, [*range(21), *range(len(ids) - 22)])
+
+
+@fault("positions wrong from a later token on", INPUTS, "position 26", "positions", words="26 on are one too high")
+def _(bench: Bench) -> Case:
+    record = bench.record()
+    ids = ids_of(record)
+    return scored(bench, record, ids, [*range(26), *range(27, len(ids))])

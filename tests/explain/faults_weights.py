@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from tests.engines import random_prompt
 from tests.explain.bench import Bench, fault
 from trainer_bridge.explain.case import Case
 from trainer_bridge.explain.findings import Cause
@@ -120,3 +122,94 @@ def _(bench: Bench) -> Case:
     weight(bench, "model.layers.0.self_attn.k_proj.bias").zero_()
     weight(bench, "model.layers.0.self_attn.q_proj.bias")
     return bench.case(values=bench.score(bench.record()))
+
+
+@fault("two layers in each other's place", WEIGHTS, r"layers\.0, model\.layers\.1", "swapped", words="whole layers")
+def _(bench: Bench) -> Case:
+    one, two = (dict(layer.named_parameters()) for layer in bench.trainer.hf.get_decoder().layers)
+    for name, parameter in one.items():
+        kept = parameter.detach().clone()
+        parameter.detach().copy_(two[name].detach())
+        two[name].detach().copy_(kept)
+    return bench.case()
+
+
+@fault("the head is a stale copy of the embedding", WEIGHTS, "lm_head.weight", "tied head", words="stale copy")
+def _(bench: Bench) -> Case:
+    head = bench.trainer.hf.lm_head
+    noise = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(1))
+    head.weight = torch.nn.Parameter(head.weight.detach() * (1 + 1e-3 * noise), requires_grad=False)
+    return bench.case()
+
+
+@fault("a norm kept as weight - 1", WEIGHTS, "layers.0.input_layernorm", "offset", words="plus -1")
+def _(bench: Bench) -> Case:
+    weight(bench, "model.layers.0.input_layernorm.weight").sub_(1.0)
+    return bench.case()
+
+
+@fault("a tensor scaled", WEIGHTS, DOWN, "scaled", words="times 0.5")
+def _(bench: Bench) -> Case:
+    weight(bench, DOWN).mul_(0.5)
+    return bench.case()
+
+
+@fault("one tensor through float8", WEIGHTS, DOWN, "cast", words="float8_e4m3fn")
+def _(bench: Bench) -> Case:
+    tensor = weight(bench, DOWN)
+    tensor.copy_(tensor.to(torch.float8_e4m3fn).to(tensor.dtype))
+    return bench.case()
+
+
+@fault("one tensor quantised to 8 bits", WEIGHTS, DOWN, "quantised", words="8 bits")
+def _(bench: Bench) -> Case:
+    tensor = weight(bench, DOWN)
+    step = tensor.abs().max() / 127
+    tensor.copy_((tensor / step).round() * step)
+    return bench.case()
+
+
+@fault("half of a tensor never loaded", WEIGHTS, DOWN, "not loaded", words="32 of 64 rows.*never loaded")
+def _(bench: Bench) -> Case:
+    weight(bench, DOWN)[32:].zero_()
+    return bench.case()
+
+
+@fault("a few rows of the embedding stale", WEIGHTS, "embed_tokens", "partial", "llama-fp32", words="2 of 64 rows")
+def _(bench: Bench) -> Case:
+    table = weight(bench, "model.embed_tokens.weight")
+    for token in random_prompt(2, 5, bench.vocab):  # of the prompt, so that they are read
+        nudge(table[token], 1e-2, token)
+    return bench.case()
+
+
+@fault("query rows in the order of another format", WEIGHTS, Q, "permuted", words="rows in another order")
+def _(bench: Bench) -> Case:
+    tensor = weight(bench, Q)
+    pairs = tensor.view(4, 2, 8, -1).transpose(1, 2).reshape(tensor.shape)
+    tensor.copy_(pairs.clone())
+    return bench.case()
+
+
+@fault("a matrix read in the wrong layout", WEIGHTS, DOWN, "permuted", words="transposed and given the old shape")
+def _(bench: Bench) -> Case:
+    tensor = weight(bench, DOWN)
+    tensor.copy_(tensor.T.reshape(tensor.shape).clone())
+    return bench.case()
+
+
+@fault("keys and values exchanged", WEIGHTS, "k_proj.*v_proj", "swapped", "llama-bf16")
+def _(bench: Bench) -> Case:
+    k, v = (weight(bench, f"model.layers.1.self_attn.{n}_proj.weight") for n in ("k", "v"))
+    kept = k.clone()
+    k.copy_(v)
+    v.copy_(kept)
+    return bench.case()
+
+
+@fault("NaN in a tensor", WEIGHTS, DOWN, "not finite", words="NaN")
+def _(bench: Bench) -> Case:
+    record = bench.record()
+    values = bench.score(record)
+    weight(bench, DOWN)[0, 0] = float("nan")
+    return bench.case(record, np.nextafter(values, np.float32(-9)))

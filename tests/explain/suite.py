@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import sys
@@ -18,14 +19,24 @@ from rich.text import Text
 
 from rollout.assets import DEFAULT_MODEL, prepare_model, tiny_model
 from tests.engines import random_prompt
-from tests.explain import faults_inputs, faults_numerics, faults_semantics, faults_weights
+from tests.explain import (
+    faults_inputs,
+    faults_modules,
+    faults_numerics,
+    faults_readings,
+    faults_rollout,
+    faults_semantics,
+    faults_weights,
+)
 from tests.explain.bench import FAULTS, Bench, Fault, one_thread
 from tests.explain.qwen2 import tiny_qwen2
 from trainer_bridge.explain.findings import Cause, Explanation
 from trainer_bridge.explain.view import verdict
 
 __all__ = ["FAULTS", "Models", "Outcome", "clean_runs", "run_fault"]
-_PLANTED = faults_weights, faults_inputs, faults_semantics, faults_numerics
+_PLANTED = (
+    faults_weights, faults_inputs, faults_semantics, faults_readings, faults_numerics, faults_modules, faults_rollout,
+)  # fmt: skip
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -58,8 +69,20 @@ REAL = {
     "RoPE theta": {"words": "theta 1e\\+06 instead of 100000"},
     "SDPA instead of flash attention, in bfloat16": {"place": r"layers\.\d+\.attention"},
     "fused add_rms_norm: one rounding less": {},
-    "unpadded product at few rows, trainer": {},
+    "unpadded product at few rows, trainer": {"place": r"layers\.\d+\.o_proj"},
     "GELU instead of SiLU": {},
+    "RoPE by neighbours instead of halves": {},
+    "norm with 1 + weight": {},
+    "a layer skipped": {},
+    "dropout left on": {},
+    "packed sequences attend to their neighbours": {},
+    "the stock forward in place of the aligned one": {},
+    "two layers in each other's place": {},
+    "one id changed by encoding again, not on record": {},
+    "the prompt cut at the right, not on record": {},
+    "decoded tokens at positions one too high": {},
+    "log-probs rounded to bfloat16 on the wire": {},
+    "a record that neither side computes": {},
 }
 """Faults that are planted in SmolLM2-135M-Instruct too, and what reads otherwise there."""
 
@@ -89,13 +112,16 @@ class Models:
         target = self._folder / f"tiny-{kind}"
         if kind == "smollm2":
             return prepare_model(DEFAULT_MODEL)
+        if kind == "padded":
+            return tiny_model("qwen3", target, pad_token_id=2)
         return tiny_qwen2(target) if kind == "qwen2" else tiny_model(kind, target)  # type: ignore[arg-type]
 
 
 def run_fault(fault: Fault, models: Models) -> Outcome:
     """Plant, explain."""
     bench = models.bench(fault.model)
-    with torch.no_grad(), bench.rollout.kernels.invariant_mode():
+    mode = bench.rollout.kernels.invariant_mode() if fault.aligned else contextlib.nullcontext()
+    with torch.no_grad(), mode:
         case = fault.plant(bench)
     start = time.process_time()
     explanation = bench.explain(case)

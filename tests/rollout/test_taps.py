@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from rollout.codec.debug import trace_request_from_proto, trace_request_to_proto
 from rollout.errors import InvalidRequest
-from rollout.taps import LOGITS, Trace, Tracer, TraceRequest
+from rollout.taps import LOGITS, ForwardPath, Trace, Tracer, TraceRequest
 from tests.engines import fresh_model, random_prompt
 
 IDS = random_prompt(21, 5)
@@ -66,3 +68,44 @@ def test_refusals(tiny_qwen3_path: Path) -> None:
     model = fresh_model(tiny_qwen3_path, torch.float32)
     with pytest.raises(InvalidRequest, match="no fused forward"):
         Tracer(model).trace(TraceRequest(IDS, path="fused"))
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (TraceRequest((3, 64)), "token_ids"),
+        (TraceRequest((3, -1)), "token_ids"),
+        (TraceRequest(IDS * 30), "token_ids"),
+        (TraceRequest(IDS, company=((3,), (99,))), "company"),
+        (TraceRequest(IDS, company=((),)), "company"),
+        (TraceRequest(IDS, positions=(1, 2)), "positions"),
+        (TraceRequest(IDS, positions=tuple(range(500, 521))), "positions"),
+        (TraceRequest(IDS, logits_from=22), "logits_from"),
+        (TraceRequest(IDS, chunk=0), "chunk"),
+    ],
+)
+@pytest.mark.parametrize("path", ["fused", "modules", "training"])
+def test_what_kernels_could_not_survive_is_refused(
+    tiny_qwen3_path: Path, request_: TraceRequest, field: str, path: ForwardPath
+) -> None:
+    """A row beyond a table would be read from memory that is not the table's."""
+    model = fresh_model(tiny_qwen3_path, torch.float32, context_length=512)
+    tracer = Tracer(model, model.kernels.decoder(model.hf, 512))
+    with pytest.raises(InvalidRequest) as caught:
+        tracer.trace(dataclasses.replace(request_, path=path))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("path", ["fused", "modules"])
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+def test_chunks_hold_the_bits_of_one_pass(tiny_qwen3_path: Path, path: ForwardPath, chunk: int) -> None:
+    whole = traced(tiny_qwen3_path, TraceRequest(IDS, path=path, decode_from=18))
+    parts = traced(tiny_qwen3_path, TraceRequest(IDS, path=path, decode_from=18, chunk=chunk))
+    assert list(whole.digests) == list(parts.digests)
+    assert all(np.array_equal(rows, parts.digests[tap]) for tap, rows in whole.digests.items())
+
+
+def test_a_request_goes_over_the_wire_whole() -> None:
+    full = TraceRequest(IDS, tuple(range(21)), 3, "modules", 4, ((1, 2),), "layers.0.", ("embed",), 5)
+    assert trace_request_from_proto(trace_request_to_proto(full, "replica-1")) == full
+    assert trace_request_from_proto(trace_request_to_proto(TraceRequest(IDS))) == TraceRequest(IDS)

@@ -15,6 +15,7 @@ from rollout.taps import Trace, TraceRequest
 from trainer_bridge.explain.case import Case
 from trainer_bridge.explain.sides import Side
 
+AGAIN = "the same once more"
 _ALONE = 16
 """Rows before the mismatch that are computed one at a time, as the pieces of a chunked prefill may have been."""
 
@@ -89,15 +90,19 @@ def runs_of(side: Side, case: Case, path: str, until: int) -> tuple[Run, ...]:
         company = case.trainer_company or strangers(case)
         return (
             Run(side, base, "alone"),
+            Run(side, base, AGAIN),
             Run(side, dataclasses.replace(base, company=company), "packed with others"),
             Run(side, dataclasses.replace(base, company=strangers(case)[:1]), "packed with another one"),
         )
     decode = dataclasses.replace(base, decode_from=len(case.prompt))
     company = case.rollout_company or strangers(case)
+    third = max(1, len(case.prompt) // 3 | 1)
     return (
         Run(side, decode, "prefill, then decode"),
+        Run(side, decode, AGAIN),
         Run(side, base, "in one pass"),
         Run(side, dataclasses.replace(decode, company=company), "decode in company"),
+        Run(side, dataclasses.replace(decode, chunk=third), f"prefill in chunks of {third}"),
         Run(side, dataclasses.replace(base, decode_from=max(1, until - _ALONE)), "last rows one at a time"),
     )
 

@@ -9,15 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollout.cli import Config, JsonFile, Overrides, write_json
+from rollout.cli import Config, JsonFile, Overrides, wide_console, write_json
 from rollout.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from trainer_bridge.explain.case import Case
     from trainer_bridge.explain.sides import ModelSide, Side
+    from trainer_bridge.explain.source import Stored
     from trainer_bridge.rollout_record import RolloutRecord
 
-Rollouts = Annotated[Path, typer.Argument(help="JSONL file of rollouts, ours or another engine's.")]
+Rollouts = Annotated[
+    Path, typer.Argument(help="JSONL file of rollouts, ours or another engine's; or a recorded run: RUNS/run=NAME.")
+]
+Step = Annotated[int | None, typer.Option(min=0, help="Of a recorded run: this step alone.")]
 Address = Annotated[str | None, typer.Option(help="A running service.")]
 
 
@@ -36,32 +40,38 @@ def explain(
         str | None, typer.Option(help="Folder of the rollout's weights; else the trainer's.")
     ] = None,
     sample: Annotated[int | None, typer.Option(min=0, help="Line to explain, from 0; else the first mismatch.")] = None,
+    step: Step = None,
     thorough: Annotated[bool, typer.Option("--thorough", help="Ask everything, equal log-probs or not.")] = False,
     json_file: JsonFile = None,
     config: Config = None,
     overrides: Overrides = None,
 ) -> None:
     """Find the first place where rollout and trainer part: weights, inputs, semantics, numerics; exit 1 if they do."""
-    from rich.console import Console
-
     from trainer_bridge.cli import single_settings
     from trainer_bridge.explain.run import explain as ask
+    from trainer_bridge.explain.source import read_samples
     from trainer_bridge.explain.view import render, to_json
     from trainer_bridge.jsonl import read_rollouts
 
     settings = single_settings(config, overrides)
-    records = list(read_rollouts(rollouts))
+    samples = read_samples(rollouts, step)
     theirs = None if trainer is None else list(read_rollouts(trainer))
     right = _model_side("trainer", settings, settings.model.path)
-    case = choose_case(records, theirs, right, sample)
+    number, case = choose_case(samples, theirs, right, sample)
     with _rollout_side(address, rollout_model or settings.model.path, settings, case.record.replica) as left:
         explanation = ask(
             left, right, case, vocab_size=right.model.spec.vocab_size, config=right.config(), thorough=thorough
         )
-    console = Console()
-    console.print(f"request {case.record.request_id!r} sample {case.record.sample_index}", markup=False)
+    console = wide_console()
+    chosen = samples[number]
+    place = f"{chosen.where} " if chosen.where else ""
+    console.print(f"{place}request {case.record.request_id!r} sample {case.record.sample_index}", markup=False)
     render(explanation, console)
-    write_json(json_file, to_json(explanation))
+    note = other_weights(chosen, right)
+    if note:
+        console.print(note, soft_wrap=True, markup=False)
+    identity = {"request_id": case.record.request_id, "sample_index": case.record.sample_index, "line": number}
+    write_json(json_file, to_json(explanation) | identity | ({"note": note} if note else {}))
     raise typer.Exit(0 if explanation.clean else 1)
 
 
@@ -71,6 +81,7 @@ def replay(
     weights_digest: Annotated[
         str | None, typer.Option(help="Weights they were sampled under; refused if others.")
     ] = None,
+    step: Step = None,
     json_file: JsonFile = None,
     config: Config = None,
     overrides: Overrides = None,
@@ -80,12 +91,14 @@ def replay(
     import dataclasses
 
     from trainer_bridge.cli import single_settings
-    from trainer_bridge.jsonl import read_rollouts
+    from trainer_bridge.explain.source import read_samples
     from trainer_bridge.replay import Replay, replay_records
     from trainer_bridge.single_use import service_address
 
-    records = list(read_rollouts(rollouts))
+    samples = read_samples(rollouts, step)
+    records = [sample.record for sample in samples]
     settings = single_settings(config, overrides)
+    weights_digest = weights_digest or _only_digest(samples)
 
     async def run() -> list[Replay]:
         async with service_address(address, settings) as where:
@@ -126,33 +139,58 @@ def _rollout_side(address: str | None, path: str, settings: Any, replica: str | 
         yield side
 
 
+def _only_digest(samples: Sequence[Stored]) -> str | None:
+    """Of the weights that sampled all of these. InvalidRequest: of several, which one replay cannot hold."""
+    found = {sample.weights_digest: sample.where for sample in samples if sample.weights_digest is not None}
+    if len(found) > 1:
+        raise InvalidRequest(
+            f"the run was sampled under {len(found)} sets of weights ({', '.join(found.values())}); replay one step "
+            "(--step), with its weights",
+            field="step",
+        )
+    return next(iter(found), None)
+
+
+def other_weights(sample: Stored, trainer: ModelSide) -> str:
+    """What to know where the weights at hand are not those that the sample was made under; empty: nothing."""
+    from rollout.weights import model_digest
+
+    if sample.weights_digest is None or (held := model_digest(trainer.model)) == sample.weights_digest:
+        return ""
+    return (
+        f"note: {sample.where} was sampled under weights {sample.weights_digest[:16]}, the model at hand holds "
+        f"{held[:16]}: what this says of bits holds for the model at hand. Give the weights of that step "
+        "(model.path=FOLDER), or explain while the service holds them (--address)"
+    )
+
+
 def choose_case(
-    records: Sequence[RolloutRecord], theirs: Sequence[RolloutRecord] | None, trainer: ModelSide, sample: int | None
-) -> Case:
-    """The sample asked for, or the first whose bits differ, or the first of all.
+    samples: Sequence[Stored], theirs: Sequence[RolloutRecord] | None, trainer: ModelSide, sample: int | None
+) -> tuple[int, Case]:
+    """The sample asked for, or the first whose bits differ, or the first of all; with its number.
 
     Raises:
         InvalidRequest: no such line, or a trainer's file of another length.
     """
-    if not records:
+    if not samples:
         raise InvalidRequest("the file holds no rollouts")
-    if sample is not None and sample >= len(records):
-        raise InvalidRequest(f"--sample {sample}: the file holds {len(records)} lines, counted from 0")
-    if theirs is not None and len(theirs) != len(records):
-        raise InvalidRequest(f"the trainer's file holds {len(theirs)} samples, the rollouts {len(records)}")
-    wanted = range(len(records)) if sample is None else (sample,)
-    first: Case | None = None
+    if sample is not None and sample >= len(samples):
+        raise InvalidRequest(f"--sample {sample}: the file holds {len(samples)} lines, counted from 0")
+    if theirs is not None and len(theirs) != len(samples):
+        raise InvalidRequest(f"the trainer's file holds {len(theirs)} samples, the rollouts {len(samples)}")
+    wanted = range(len(samples)) if sample is None else (sample,)
+    first: tuple[int, Case] | None = None
     for i in wanted:
-        case = make_case(records[i], None if theirs is None else theirs[i], trainer)
+        case = make_case(samples[i], None if theirs is None else theirs[i], trainer)
         if case.first_mismatch is not None:
-            return case
-        first = first or case
+            return i, case
+        first = first or (i, case)
     assert first is not None
     return first
 
 
-def make_case(record: RolloutRecord, theirs: RolloutRecord | None, trainer: ModelSide) -> Case:
-    """One record with the trainer's values: from its own file, or computed by the training forward."""
+def make_case(sample: Stored, theirs: RolloutRecord | None, trainer: ModelSide) -> Case:
+    """One record with the trainer's values: from its own file, from the store, or computed by the training forward."""
     import numpy as np
     import torch
 
@@ -160,6 +198,9 @@ def make_case(record: RolloutRecord, theirs: RolloutRecord | None, trainer: Mode
     from trainer_bridge.explain.case import Case, FedInputs
     from trainer_bridge.forward import TrainingForward
 
+    record = sample.record
+    if theirs is None and sample.trainer_logprobs is not None:
+        return Case(record, sample.trainer_logprobs)
     if theirs is None:
         forward = TrainingForward(trainer.model)
         with torch.no_grad(), forward.aligned():

@@ -14,7 +14,8 @@ from rollout.errors import UnsupportedFeature
 from rollout.oracle import sizes_of
 from rollout.taps import LOGITS
 from trainer_bridge.explain.bisect import Place, Run
-from trainer_bridge.explain.reference import Inputs, needs, variants
+from trainer_bridge.explain.operation import Inputs, needs
+from trainer_bridge.explain.reference import variants
 from trainer_bridge.ulp import ulp_distance
 
 _MOST_ROWS = 48
@@ -108,7 +109,8 @@ def _weigh(
         found = left.side.tensor(name)
         return found if found is not None else right.side.tensor(name)
 
-    inputs = Inputs(place.tap, place.layer, ours, rows, left.request.token_ids, sizes, both[0].dtype, weight)
+    page = int(left.side.manifest().get("kernels.page_size", 0))
+    inputs = Inputs(place.tap, place.layer, ours, rows, left.request.token_ids, sizes, both[0].dtype, weight, page)
     a, b = (x[rows - offset] for x in both)
     options = variants(inputs)
     right_one = next(options, None)

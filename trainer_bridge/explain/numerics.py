@@ -6,14 +6,21 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from rollout.manifest_diff import diff_manifests
-from trainer_bridge.explain.bisect import Place, Run, first_unequal, localise, runs_of, unstable
+from rollout.types import Float32Array
+from trainer_bridge.explain.bisect import AGAIN, Place, Run, first_unequal, localise, runs_of, unstable
 from trainer_bridge.explain.case import Case
 from trainer_bridge.explain.findings import Cause, Finding, Notebook
 from trainer_bridge.explain.judge import Judgement, judge
 from trainer_bridge.explain.sides import Side
+from trainer_bridge.ulp import bits
 
 STAGE = "numerics"
+_SOME_BITS = 0.1
+"""Share of tokens with equal bits that chance does not give."""
+_MUCH_NEARER = 4.0
 
 
 def manifests(rollout: Side, trainer: Side, notes: Notebook) -> tuple[str, ...]:
@@ -40,14 +47,47 @@ def examine(rollout: Side, trainer: Side, case: Case, notes: Notebook, config: M
         notes.note(STAGE, "where do the replays part?", f"{place.tap}, row {place.row}", False)
         return _different(place, ours, theirs, until, notes, config, declared)
     notes.note(STAGE, "where do the replays part?", "nowhere: both sides compute the same alone", True)
-    for runs in (theirs, ours):
+    fast = (runs_of(rollout, case, "fused", until),) if rollout.paths[0] == "fused" else ()
+    for runs in (theirs, ours, *fast):
         found = unstable(runs, until)
         side = runs[0].side.name
         if found is not None:
             return _not_invariant(found, side, notes, config, until)
         words = ", ".join(run.words for run in runs)
+        side += "'s fused forward" if runs in fast else ""
         notes.note(STAGE, f"does company change the {side}?", f"no ({words})", True)
     return None
+
+
+def not_aligned(trainer: Side, case: Case, notes: Notebook) -> Finding | None:
+    """Whether the trainer recorded what its stock forward gives. Call outside of its mode.
+
+    That forward's bits depend on the batch, so a part of them is enough, or values far nearer than the aligned ones.
+    """
+    found = trainer.stock(case.record)
+    if found is None:
+        return None
+    mask, theirs = case.record.mask, case.trainer_logprobs
+    if len(theirs) != len(found):
+        return None
+
+    def likeness(values: Float32Array) -> tuple[float, float]:
+        apart = np.abs(values.astype(np.float64) - theirs)[mask]
+        return float((bits(values) == bits(theirs))[mask].mean()), float(np.median(apart))
+
+    stock, aligned = likeness(found), likeness(case.record.policy_logprobs)
+    words = f"{stock[0]:.0%} of its tokens have the bits of the stock forward alone, {aligned[0]:.0%} the rollout's"
+    same = stock[0] > max(_SOME_BITS, 2 * aligned[0]) or stock[1] * _MUCH_NEARER < aligned[1]
+    notes.note(STAGE, f"is it the {trainer.name}'s stock forward?", words, False if same else None)
+    if not same:
+        return None
+    sentence = (
+        f"the {trainer.name} ran the architecture's stock forward (SDPA, ordinary operations), not the aligned one: "
+        f"{words}"
+    )
+    return Finding(
+        Cause.NUMERICS, "not aligned", "every operation", sentence, {"side": trainer.name, "equal": stock[0]}
+    )
 
 
 def _fused(rollout: Side, case: Case, place: Place | None, modules: Run, until: int, notes: Notebook) -> Finding | None:
@@ -62,7 +102,10 @@ def _fused(rollout: Side, case: Case, place: Place | None, modules: Run, until: 
         return None
     layer = found.layer
     before = f"between layers.{layer - 1}.keys and {found.tap}" if layer else f"before {found.tap}"
-    sentence = f"the rollout's fused forward differs from the modules it stands for, {before}, first at row {found.row}"
+    sentence = (
+        f"the rollout's fused forward differs from the modules it stands for, {before}, first at row {found.row}: "
+        "a kernel of it, or weights packed before the last update"
+    )
     unequal_to_itself = unstable(fast, until)
     kind = "not invariant" if unequal_to_itself is not None else "fused forward"
     return Finding(Cause.NUMERICS, kind, found.tap, sentence, {"side": rollout.name, "row": found.row})
@@ -77,6 +120,12 @@ def _different(
     config: Mapping[str, Any],
     declared: tuple[str, ...],
 ) -> Finding:
+    for runs in (theirs, ours):
+        if _shaky(place, until, runs[:2]) is not None:
+            side = runs[0].side.name
+            notes.note(STAGE, "same bits twice?", f"not on the {side}'s side", False)
+            sentence = f"the {side}'s {place.operation} {_depends(AGAIN)}, at {place.tap}, first at token {place.row}"
+            return Finding(Cause.NUMERICS, "not invariant", place.tap, sentence, {"tap": place.tap, "side": side})
     verdict = judge(place, ours[0], theirs[0], until, config)
     names = {"left": ours[0].side.name, "right": theirs[0].side.name}
     notes.note(STAGE, "how far apart?", _distance(verdict), False)
@@ -98,7 +147,7 @@ def _different(
     if shaky is not None:
         side, words = shaky
         notes.note(STAGE, "same bits in other company?", f"not on the {side}'s side ({words})", False)
-        sentence = f"the {side}'s {place.operation} depends on its company ({words}), {where}"
+        sentence = f"the {side}'s {place.operation} {_depends(words)}, {where}"
         return Finding(Cause.NUMERICS, "not invariant", place.tap, sentence, details | {"side": side})
     notes.note(STAGE, "same bits in other company?", "yes, on both sides", True)
     sentence = f"{place.operation} runs another kernel or another order of sums on the two sides, {where}"
@@ -145,8 +194,20 @@ def _not_invariant(
     words = f"{base.words} against {other.words}"
     notes.note(STAGE, f"does company change the {side}?", f"yes, at {place.tap} ({words})", False)
     notes.note(STAGE, "how far apart?", _distance(verdict), False)
-    sentence = f"the {side}'s {place.operation} depends on its company ({words}), at {place.tap}, row {place.row}"
+    sentence = f"the {side}'s {place.operation} {_depends(words)}, at {place.tap}, row {place.row}"
+    if verdict.left_right and verdict.right_right is False and AGAIN not in words:
+        # Far more than another order of sums: it took in what is not its own.
+        sentence += f"; there it is wrong by {verdict.right_error:.1e} of its size"
+        if place.operation == "attention":
+            sentence += ", so it reads keys that are not this row's: another sequence's, a pad's or another page's"
     return Finding(Cause.NUMERICS, "not invariant", place.tap, sentence, _details(place, verdict) | {"side": side})
+
+
+def _depends(words: str) -> str:
+    """``words`` name the two runs that do not agree."""
+    if AGAIN in words:
+        return "is not the same twice: it is random (dropout?) or a race"
+    return f"depends on its company ({words})"
 
 
 def _distance(verdict: Judgement) -> str:

@@ -2,96 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 
 from rollout import oracle
-from rollout.oracle import Sizes
+from trainer_bridge.explain.operation import ROUNDED, Inputs, Variant, needs
+from trainer_bridge.explain.reference_attention import attentions
 
 _EPSILONS = (1e-3, 1e-5, 1e-6, 1e-8, 1e-12, 0.0)
 _THETAS = (1e4, 1e5, 5e5, 1e6)
-_WINDOWS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What an operation read. S rows, equal on both sides."""
-
-    tap: str
-    layer: int | None
-    values: Mapping[str, torch.Tensor]
-    """tap -> [S, ...]"""
-    rows: torch.Tensor
-    """int64 rows to compute"""
-    token_ids: tuple[int, ...]
-    sizes: Sizes
-    dtype: torch.dtype
-    weight: Callable[[str], torch.Tensor | None]
-    """parameter name -> values"""
-
-    @property
-    def operation(self) -> str:
-        """Tap without its layer."""
-        return self.tap.split(".", 2)[2] if self.layer is not None else self.tap
-
-    def value(self, tap: str) -> torch.Tensor:
-        """float64 [S, ...] of a tap of this layer, or of the model."""
-        name = tap if tap in self.values else f"layers.{self.layer}.{tap}"
-        return self.values[name].double()
-
-    def parameter(self, module: str, leaf: str = "weight") -> torch.Tensor | None:
-        """float64 parameter of a module of this layer, or of the model."""
-        part = "mlp." if module in ("gate_proj", "up_proj", "down_proj") else ""
-        part = "self_attn." if module in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm") else part
-        prefix = f"model.layers.{self.layer}." if self.layer is not None else "model."
-        found = self.weight(f"{prefix}{part}{module}.{leaf}")
-        return None if found is None else found.double()
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """The operation, or the operation with a fault. ``words`` is empty for the right one."""
-
-    words: str
-    compute: Callable[[Inputs], torch.Tensor]
-    """float64 [rows, ...]"""
-
-
-def needs(tap: str, layer: int | None, layers: int) -> tuple[str, ...]:
-    """Taps an operation reads."""
-    if layer is None:
-        return {"norm": (f"layers.{layers - 1}.output",), "logits": ("norm",)}.get(tap, ())
-    before = "embed" if layer == 0 else f"layers.{layer - 1}.output"
-    own = f"layers.{layer}."
-    table: dict[str, tuple[str, ...]] = {
-        "input_layernorm": (before,),
-        "q_proj": (f"{own}input_layernorm",),
-        "k_proj": (f"{own}input_layernorm",),
-        "v_proj": (f"{own}input_layernorm",),
-        "q_norm": (f"{own}q_proj",),
-        "k_norm": (f"{own}k_proj",),
-        "queries": (f"{own}q_norm", f"{own}q_proj", "rope.cos", "rope.sin"),
-        "keys": (f"{own}k_norm", f"{own}k_proj", "rope.cos", "rope.sin"),
-        "values": (f"{own}v_proj",),
-        "attention": (f"{own}queries", f"{own}keys", f"{own}values"),
-        "o_proj": (f"{own}attention",),
-        "attn_residual": (before, f"{own}o_proj"),
-        "post_attention_layernorm": (f"{own}attn_residual",),
-        "gate_proj": (f"{own}post_attention_layernorm",),
-        "up_proj": (f"{own}post_attention_layernorm",),
-        "act": (f"{own}gate_proj",),
-        "gated": (f"{own}act", f"{own}up_proj"),
-        "down_proj": (f"{own}gated",),
-        "output": (f"{own}attn_residual", f"{own}down_proj"),
-    }
-    return table.get(tap.split(".", 2)[2], ())
 
 
 def variants(x: Inputs) -> Iterator[Variant]:
     """The right operation first, then the usual faults. Nothing for an operation that is not known."""
+    right: Variant | None = None
+    for variant in _named(x):
+        right = right or variant
+        yield variant
+    if right is not None:
+        for dtype in ROUNDED.get(x.dtype, ()):
+            name = str(dtype).removeprefix("torch.")
+            yield Variant(f"its result rounded to {name}", partial(_rounded, right=right, dtype=dtype))
+
+
+def _rounded(x: Inputs, *, right: Variant, dtype: torch.dtype) -> torch.Tensor:
+    return right.compute(x).to(dtype).double()
+
+
+def _named(x: Inputs) -> Iterator[Variant]:
     name = x.operation
     if name in ("input_layernorm", "post_attention_layernorm", "norm", "q_norm", "k_norm"):
         yield from _norms(x)
@@ -102,7 +42,7 @@ def variants(x: Inputs) -> Iterator[Variant]:
     elif name in ("queries", "keys"):
         yield from _rotations(name)
     elif name == "attention":
-        yield from _attentions(x)
+        yield from attentions(x)
     elif name in ("attn_residual", "output"):
         yield from _residuals(x, name)
     elif name == "act":
@@ -147,7 +87,15 @@ def _norms(x: Inputs) -> Iterator[Variant]:
     yield Variant("the norm left out", rows)
     yield Variant("the norm without its weight", lambda i: norm(i, right, torch.ones_like(weight)))
     yield Variant("1 + weight", lambda i: norm(i, right, weight + 1))
+    yield Variant("weight - 1", lambda i: norm(i, right, weight - 1))
+    yield Variant("eps outside the root", lambda i: (rows(i) / (_root(rows(i)) + right)).to(i.dtype).double() * weight)
+    yield Variant("the sum of squares in place of their mean",
+                  lambda i: norm(i, right) / rows(i).size(-1) ** 0.5)  # fmt: skip
     yield Variant("LayerNorm instead of RMSNorm", lambda i: norm(i, right, weight, True))
+
+
+def _root(x: torch.Tensor) -> torch.Tensor:
+    return (x * x).mean(-1, keepdim=True).sqrt()
 
 
 def _linears(x: Inputs, name: str) -> Iterator[Variant]:
@@ -163,6 +111,7 @@ def _linears(x: Inputs, name: str) -> Iterator[Variant]:
     yield Variant("", lambda i: rows(i) @ weight.T + plus)
     if bias is not None:
         yield Variant("the bias left out", lambda i: rows(i) @ weight.T)
+        yield Variant("the bias added twice", lambda i: rows(i) @ weight.T + 2 * bias)
     if weight.size(0) == weight.size(1):
         yield Variant("the weight transposed", lambda i: rows(i) @ weight + plus)
     yield Variant("inputs and weight rounded to bfloat16", lambda i: _bf16(rows(i)) @ _bf16(weight).T + plus)
@@ -203,6 +152,9 @@ def _tables(x: Inputs, name: str) -> Iterator[Variant]:
         yield Variant(f"positions divided by {factor:g} (linear scaling)",
                       partial(scaled, factor=factor))  # fmt: skip
     yield Variant("positions one too high", lambda i: table(at(i, i.sizes.theta, 1)))
+    yield Variant("positions one too low", lambda i: table(at(i, i.sizes.theta, -1)))
+    yield Variant("frequencies of neighbours as pairs (interleaved)",
+                  lambda i: function(at(i, i.sizes.theta)).repeat_interleave(2, -1))  # fmt: skip
 
 
 def _rotations(name: str) -> Iterator[Variant]:
@@ -229,36 +181,15 @@ def _interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return out.transpose(0, 1)
 
 
-def _attentions(x: Inputs) -> Iterator[Variant]:
-    scale = x.sizes.head_dim**-0.5
-
-    def run(i: Inputs, *, tiled: bool = False, by: float = scale, window: int = 0, shift: int = 0) -> torch.Tensor:
-        q, k, v = (i.value(n).transpose(0, 1) for n in ("queries", "keys", "values"))
-        if tiled:
-            group = q.size(0) // k.size(0)
-            k, v = k.repeat(group, 1, 1), v.repeat(group, 1, 1)
-        outs = [oracle.attend(q[:, r : r + 1], k, v, by, first=r, window=window, shift=shift) for r in i.rows.tolist()]
-        return torch.cat(outs, 1).transpose(0, 1)
-
-    yield Variant("", run)
-    if x.sizes.heads != x.sizes.kv_heads:
-        yield Variant("query heads paired with KV heads in turn (0, 1, 0, 1) instead of in groups (0, 0, 1, 1)",
-                      lambda i: run(i, tiled=True))  # fmt: skip
-    yield Variant("every row sees one key too many (causal mask off by one)", lambda i: run(i, shift=1))
-    yield Variant("every row misses its own key (causal mask off by one)", lambda i: run(i, shift=-1))
-    yield Variant("no causal mask", lambda i: run(i, shift=1 << 30))
-    for window in _WINDOWS:
-        if window <= int(x.rows.max()):
-            yield Variant(f"a sliding window of {window} keys", partial(run, window=window))
-    yield Variant("no scale", lambda i: run(i, by=1.0))
-    yield Variant("scale 1 / D instead of its root", lambda i: run(i, by=1.0 / i.sizes.head_dim))
-
-
 def _residuals(x: Inputs, name: str) -> Iterator[Variant]:
-    before, update = needs(x.tap, x.layer, x.sizes.layers)
+    before, update, *_ = needs(x.tap, x.layer, x.sizes.layers)
     yield Variant("", lambda i: (i.value(before) + i.value(update))[i.rows])
     yield Variant("the residual left out", lambda i: i.value(update)[i.rows])
     yield Variant(f"the branch left out ({name})", lambda i: i.value(before)[i.rows])
+    if name == "output":
+        start = "embed" if x.layer == 0 else f"layers.{(x.layer or 0) - 1}.output"
+        if start in x.values:
+            yield Variant("the whole layer left out", lambda i: i.value(start)[i.rows])
 
 
 def _activations() -> Iterator[Variant]:
@@ -268,6 +199,8 @@ def _activations() -> Iterator[Variant]:
     yield Variant("GELU (tanh) instead of SiLU",
                   lambda i: functional.gelu(i.value("gate_proj"), approximate="tanh")[i.rows])  # fmt: skip
     yield Variant("ReLU instead of SiLU", lambda i: i.value("gate_proj").relu()[i.rows])
+    yield Variant("sigmoid instead of SiLU", lambda i: i.value("gate_proj").sigmoid()[i.rows])
+    yield Variant("SiLU of the up projection, not of the gate", lambda i: oracle.silu(i.value("up_proj"))[i.rows])
 
 
 def _embedding(i: Inputs, scale: float = 1.0, shift: int = 0) -> torch.Tensor:

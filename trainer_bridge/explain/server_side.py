@@ -13,9 +13,13 @@ import torch
 from rollout.codec.debug import tensor_from_bytes, trace_from_proto, trace_request_to_proto
 from rollout.errors import InvalidRequest, NotFound, UnsupportedFeature
 from rollout.taps import Trace, TraceRequest
+from rollout.types import Float32Array
 from rollout.v1 import debug_pb2 as pb
 from rollout.v1 import debug_pb2_grpc
 from trainer_bridge.client import RolloutClient
+from trainer_bridge.collect import records_of
+from trainer_bridge.replay import replay_request
+from trainer_bridge.rollout_record import RolloutRecord
 from trainer_bridge.wire import translated
 from trainer_bridge.wire.request import DEFAULT_MAX_MESSAGE_BYTES, channel_options
 
@@ -89,3 +93,12 @@ class ServerSide:
             raise UnsupportedFeature(
                 "the service does not show its taps; start it with server.debug=true, or explain with --rollout-model"
             ) from error
+
+    def again(self, record: RolloutRecord) -> RolloutRecord | None:
+        """See ``Side``; by whichever replica is free."""
+        (found,) = records_of(self._client.generate_many([replay_request(record, 0)]))
+        return found
+
+    def stock(self, record: RolloutRecord) -> Float32Array | None:
+        """See ``Side``; a service runs its own forward only."""
+        return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +12,11 @@ from rollout.kernels.base import Decoder
 from rollout.manifest import build_manifest
 from rollout.model import SharedModel
 from rollout.taps import Trace, Tracer, TraceRequest
+from rollout.types import Float32Array
 from rollout.weights import digest_of
+from trainer_bridge.collect import training_sample
+from trainer_bridge.contrast import OrdinaryTrainer
+from trainer_bridge.rollout_record import RolloutRecord
 
 
 class Side(Protocol):
@@ -43,18 +47,45 @@ class Side(Protocol):
         """Replay with taps."""
         ...
 
+    def again(self, record: RolloutRecord) -> RolloutRecord | None:
+        """The sample generated once more by what really serves, caches and all; None: this side serves nothing.
+
+        Raises:
+            InvalidRequest: the record does not say enough to be generated again.
+        """
+        ...
+
+    def stock(self, record: RolloutRecord) -> Float32Array | None:
+        """[L] nats by the architecture's own forward: SDPA, ordinary operations; None: this side has none.
+
+        Call outside of ``mode``.
+        """
+        ...
+
 
 class ModelSide:
     """A model in this process."""
 
-    def __init__(self, name: str, model: SharedModel, *, training: bool, decoder: Decoder | None = None) -> None:
-        """``training``: replay by the packed forward; else over pages, fused where ``decoder`` is given."""
+    def __init__(
+        self,
+        name: str,
+        model: SharedModel,
+        *,
+        training: bool,
+        decoder: Decoder | None = None,
+        engine: Callable[[RolloutRecord], RolloutRecord] | None = None,
+    ) -> None:
+        """``training``: replay by the packed forward; else over pages, fused where ``decoder`` is given.
+
+        ``engine`` generates a record once more, on whatever caches it has.
+        """
         self.name = name
         self.model = model
         self.paths: tuple[str, ...] = (
             ("training",) if training else ("fused", "modules") if decoder is not None else ("modules",)
         )
         self._tracer = Tracer(model, decoder)
+        self._engine = engine
 
     def mode(self) -> contextlib.AbstractContextManager[None]:
         """See ``Side``."""
@@ -82,3 +113,14 @@ class ModelSide:
         """See ``Side``; in the model's own mode."""
         with self.model.kernels.invariant_mode():
             return self._tracer.trace(request)
+
+    def again(self, record: RolloutRecord) -> RolloutRecord | None:
+        """See ``Side``."""
+        return None if self._engine is None else self._engine(record)
+
+    def stock(self, record: RolloutRecord) -> Float32Array | None:
+        """See ``Side``."""
+        if "training" not in self.paths:
+            return None
+        threads = torch.get_num_threads()
+        return OrdinaryTrainer(self.model).logprobs([training_sample(record)], micro_batch=1, threads=threads)[0]

@@ -13,7 +13,7 @@ from trainer_bridge.explain.findings import Cause, Explanation
 from trainer_bridge.report import print_verdict
 
 _MARKS = {True: "equal", False: "DIFFERS", None: "-"}
-_EVERYWHERE = frozenset({"every token", "all tensors"})
+_EVERYWHERE = frozenset({"every token", "all tensors", "every operation"})
 _LEAD = {
     Cause.NONE: "no difference",
     Cause.WEIGHTS: "the weights differ",
@@ -27,8 +27,8 @@ _LEAD = {
 def verdict(explanation: Explanation) -> str:
     """One sentence."""
     finding = explanation.finding
-    told = not finding.place or finding.place in finding.sentence or finding.place in _EVERYWHERE
-    place = "" if told else f" at {finding.place}"
+    told = finding.place in _EVERYWHERE or all(part in finding.sentence for part in finding.place.split(", "))
+    place = "" if told else f", at {finding.place}"
     return f"{_LEAD[finding.cause]}: {finding.sentence}{place}."
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout.kernels.base import KVStore
+from rollout.kernels.base import KVStore, Product
 from rollout.kernels.cpu import entries
 from rollout.kernels.cpu.arrays import stored_type
 from rollout.kernels.cpu.invariant import invariant_mode
@@ -43,6 +43,15 @@ class _Layer:
 
     def linears(self) -> list[RolloutLinear]:
         return [*self.qkv, self.o, *self.gate_up, self.down]
+
+    def products(self) -> list[Product]:
+        groups = ("q_proj+k_proj+v_proj", self.qkv), ("gate_proj+up_proj", self.gate_up)
+        found = [self.o.described("o_proj"), self.down.described("down_proj")]
+        for names, linears in groups:
+            # Stacked where that is exact, else one by one.
+            parts = [names] if len(linears) == 1 else names.split("+")
+            found += [linear.described(name) for name, linear in zip(parts, linears, strict=True)]
+        return found
 
 
 def _apply(linears: list[RolloutLinear], x: torch.Tensor) -> torch.Tensor:
@@ -128,6 +137,11 @@ class FusedDecoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """lm_head in the model's dtype: [N, hidden] -> [N, >= vocab]."""
         return self._head(hidden)
+
+    def products(self) -> list[Product]:
+        """See ``Decoder.products``: of the first layer with each shape, and the head."""
+        kinds = {(p.name, p.shape): p for layer in reversed(self._layers) for p in layer.products()}
+        return [*kinds.values(), self._head.described("lm_head")]
 
     def hidden_states(
         self,

@@ -18,7 +18,6 @@ from rollout.kernels.cpu.attention_backward import attention_backward
 from rollout.kernels.cpu.compiler import source_digest
 from rollout.kernels.cpu.decoder import ARCHITECTURES as FUSED_ARCHITECTURES
 from rollout.kernels.cpu.decoder import FusedDecoder
-from rollout.kernels.cpu.linear import plan_product
 from rollout.kernels.cpu.plan import ATTENTION_WORTH_A_THREAD, QUERY_TILE, plan_attention
 from rollout.kernels.cpu.store import CpuKVStore
 from rollout.kernels.cpu.team import Call
@@ -191,15 +190,9 @@ class CpuKernelSet(KernelSet):
             LengthEdge(LANES, 0, 0, "lanes of the row sum"),
         )
 
-    @torch.no_grad()
     def measured_plan(self, hf: Any) -> Mapping[str, str]:
-        """From how many rows on each linear shape runs packed, and the row padding of the others."""
-        plan: dict[str, str] = {"linear.row_padding": str(invariant.ROW_TILE)}
-        linears = [module for module in hf.modules() if isinstance(module, torch.nn.Linear)]
-        for layer in {(m.out_features, m.in_features, m.bias is None): m for m in linears}.values():
-            found = plan_product(layer.out_features, layer.in_features, layer.bias, layer.weight.dtype)
-            plan[f"linear.{layer.out_features}x{layer.in_features}"] = str(found)
-        return plan
+        """The row padding of invariant products; those of the fused decoder say themselves how they multiply."""
+        return {"linear.row_padding": str(invariant.ROW_TILE)}
 
     def providers(self) -> Mapping[str, str]:
         """See ``KernelSet.providers``."""

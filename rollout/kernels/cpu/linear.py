@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from rollout.errors import ParityError
+from rollout.kernels.base import Product
 from rollout.kernels.cpu import dot
 from rollout.kernels.cpu.invariant import ROW_TILE, invariant_mode
 from rollout.kernels.probe import cancelling_product
@@ -143,6 +144,10 @@ class RolloutLinear:
             self._weight = _pack(weight)
         else:
             self._weight = weight
+
+    def described(self, name: str) -> Product:
+        """For the certificate."""
+        return Product(name, tuple(self._layers), self, str(self._plan))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, K] contiguous -> [T, N]. Padded, it must run in invariant mode."""

@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from rollout.certify import attention, forward, linear, logprob, rows, sampler, threads, weights
+from rollout.certify import attention, forward, linear, logprob, rows, sampler, served, threads, weights
 from rollout.certify.battery import FAMILIES, certify, run_family
 from rollout.certify.certificate import Certificate
 from rollout.certify.subject import Family, Outcome, Subject, compare, count_unequal
 from rollout.errors import ParityError
+from rollout.kernels.base import Product
 from rollout.kernels.cpu.kernel_set import CpuKernelSet
 from rollout.model import SharedModel
 from tests.engines import fresh_model, torch_threads
@@ -46,6 +48,13 @@ def test_all_families_hold(certificate: Certificate) -> None:
     assert all(f.checks > 5 or f.name == "weights" for f in certificate.families)
     assert certificate.threads == (1, 2)
     assert certificate.plan["linear.row_padding"] == "16"
+    # Every product that serving runs, stacked as it runs it; in float32 all are padded.
+    assert {key.partition(" ")[0] for key in certificate.plan} >= {
+        "linear.o_proj",
+        "linear.down_proj",
+        "linear.lm_head",
+    }
+    assert sum("q_proj" in key for key in certificate.plan) == 1
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
@@ -103,6 +112,57 @@ def test_an_unpadded_product_is_seen(subject: Subject, monkeypatch: pytest.Monke
     monkeypatch.setattr(linear, "linear", few_rows)
     result = run_family(linear.FAMILY, subject)
     assert result.failures and all(", 3 rows" in failure for failure in result.failures)
+
+
+def test_a_planned_product_that_is_not_its_modules_is_seen(subject: Subject) -> None:
+    """What was measured at load is measured again: the products as the decoder runs them."""
+    inner = subject.decoder
+    assert inner is not None
+
+    class Off:
+        def products(self) -> list[Product]:
+            return [
+                dataclasses.replace(p, run=lambda x, run=p.run: run(x) * (1 + 2.0**-7 * (len(x) == 7)))
+                for p in inner.products()
+            ]
+
+    result = run_family(linear.FAMILY, spoiled(subject, decoder=Off()))
+    assert len(result.failures) == len(inner.products()) and all(", 7 rows" in f for f in result.failures)
+
+
+@pytest.mark.parametrize("spoil", ["policy", "behavior", "company"])
+def test_a_sampler_that_answers_other_logprobs_is_seen(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, spoil: str
+) -> None:
+    """What serving runs, not only the function that training calls."""
+
+    class Spoiled(served.TokenSampler):
+        def run(self, logits: torch.Tensor, outputs: Any) -> Any:
+            found = super().run(logits, outputs)
+            if spoil == "company":
+                # The least dependence on company: a row alone is one unit away.
+                return [nudged(t, "policy") if len(found) == 1 else t for t in found]
+            return [nudged(t, spoil) for t in found]
+
+    def nudged(token: Any, which: str) -> Any:
+        name = f"{which}_logprob"
+        return dataclasses.replace(token, **{name: np.nextafter(getattr(token, name), np.float32(0))})
+
+    monkeypatch.setattr(served, "TokenSampler", Spoiled)
+    result = run_family(logprob.FAMILY, subject)
+    assert result.failures and all(f.startswith("served") for f in result.failures)
+
+
+def test_served_draws_that_are_not_the_definition_are_seen(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = dataclasses.replace
+
+    class Late(served.TokenSampler):
+        def run(self, logits: torch.Tensor, outputs: Any) -> Any:
+            return super().run(logits, tuple(late(o, position=o.position + 1) for o in outputs))
+
+    monkeypatch.setattr(served, "TokenSampler", Late)
+    result = run_family(sampler.FAMILY, subject)
+    assert [f for f in result.failures if f.startswith("served draws")]
 
 
 def test_a_row_that_depends_on_its_company_is_seen(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from rollout import cli
+from rollout.certify import battery
 from rollout.certify.certificate import (
     Certificate,
     FamilyResult,
@@ -20,6 +24,7 @@ from rollout.certify.certificate import (
     require_certificate,
     write_certificate,
 )
+from rollout.certify.subject import Family, Outcome, Subject
 from rollout.cli_certify import register
 from rollout.config import Settings
 from rollout.errors import CertificateError
@@ -112,6 +117,47 @@ async def test_a_strict_worker_serves_only_with_a_certificate(
     await worker.shutdown()
 
 
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, so that certificates of this machine's user do not count; compiled kernels stay."""
+    monkeypatch.setenv("ZERODRIFT_CACHE", str(tmp_path))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", os.environ.get("NUMBA_CACHE_DIR", str(Path.home() / ".cache" / "zerodrift")))
+    return tmp_path
+
+
+def held_for(manifest: dict[str, str]) -> Certificate:
+    return signed(manifest=manifest, manifest_digest=manifest_digest(manifest))
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("source.model", "this source file of zerodrift differs"),
+        ("source.logprobs", "this source file"),
+        ("source.kernels", "sources of the kernel sets"),
+        ("kernels.op.source", "two builds"),
+        ("device.isa", "other instructions"),
+    ],
+)
+async def test_a_stale_or_foreign_certificate_is_refused_by_name(
+    tiny_qwen3_path: Path, cache: Path, key: str, said: str
+) -> None:
+    """Made before a source was edited, or on another machine: refused, and the message says which it was."""
+    settings = strict(tiny_qwen3_path, None)
+    manifest = build_manifest(load_served_model(settings, tiny_qwen3_path))
+    assert key in manifest
+    other = held_for(manifest | {key: "before"})
+    write_certificate(other, default_path(other.manifest_digest))
+    with pytest.raises(CertificateError) as caught:
+        Worker(settings, str(tiny_qwen3_path), "w")
+    words = caught.value.message
+    assert f"no longer matches: certified | here: {key}: 'before'" in words and said in words
+    assert "run `zerodrift certify`" in words
+    # Named outright it fares no better.
+    with pytest.raises(CertificateError, match="made for another manifest"):
+        Worker(strict(tiny_qwen3_path, default_path(other.manifest_digest)), str(tiny_qwen3_path), "w")
+
+
 async def test_a_strict_service_does_not_start_without(tiny_qwen3_path: Path, tmp_path: Path) -> None:
     with pytest.raises(CertificateError, match="there is no certificate"):
         async with tiny_service(tiny_qwen3_path, strict=True, certificate=str(tmp_path / "none.json")):
@@ -120,8 +166,7 @@ async def test_a_strict_service_does_not_start_without(tiny_qwen3_path: Path, tm
 
 def test_command_line(tiny_llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """certify, then strict serving with what it wrote; a manifest diff against another page size."""
-    if not any(c.callback is not None and c.callback.__name__ == "certify" for c in cli.app.registered_commands):
-        register(cli.app)
+    app_with_certify()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     before = torch.get_num_threads()
     common = [f"model.path={tiny_llama_path}", "model.dtype=float32", "model.context_length=80"]
@@ -130,9 +175,45 @@ def test_command_line(tiny_llama_path: Path, tmp_path: Path, monkeypatch: pytest
     torch.set_num_threads(before)
     assert done.exit_code == 0 and "holds:" in done.output, done.output
     assert read_certificate(first).holds
+    gate = ["certify", "--check", f"engine.certificate={first}", *common]
+    passed = CliRunner().invoke(cli.app, [*gate, "engine.page_size=16"])
+    assert passed.exit_code == 0 and "holds:" in passed.output, passed.output
+    refused = CliRunner().invoke(cli.app, [*gate, "engine.page_size=32"])
+    assert refused.exit_code == 1 and "kernels.page_size" in str(refused.exception)
     shown = CliRunner().invoke(cli.app, ["manifest", "show", "--json", str(second), *common, "engine.page_size=32"])
     assert shown.exit_code == 0 and "kernels.page_size = 32" in shown.output
     diff = CliRunner().invoke(cli.app, ["manifest", "diff", str(first), str(second)])
     assert diff.exit_code == 1 and "can change bits, first kernels." in diff.output.replace("\n", " ")
     same = CliRunner().invoke(cli.app, ["manifest", "diff", str(first), str(first)])
     assert same.exit_code == 0 and "equal" in same.output
+
+
+def test_a_battery_that_fails_is_a_closed_gate(
+    tiny_llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 1, the failure in words, and a file that strict serving refuses."""
+    monkeypatch.setattr(battery, "FAMILIES", (Family("blind", "a check that fails", failing, seen),))
+    out = tmp_path / "c.json"
+    before = torch.get_num_threads()
+    done = CliRunner().invoke(
+        app_with_certify(), ["certify", "--out", str(out), f"model.path={tiny_llama_path}", "model.context_length=80"]
+    )
+    torch.set_num_threads(before)
+    assert done.exit_code == 1 and "DOES NOT HOLD" in done.output and "1 of 2 unequal" in done.output
+    certificate = read_certificate(out)
+    with pytest.raises(CertificateError, match=r"does not hold \(blind\)"):
+        require_certificate(certificate.manifest, path=out, threads=1)
+
+
+def failing(_: Subject) -> Iterator[Outcome]:
+    yield Outcome("a row", 2, 1)
+
+
+def seen(_: Subject) -> Outcome:
+    return Outcome("fault", 1, 1)
+
+
+def app_with_certify() -> typer.Typer:
+    if not any(c.callback is not None and c.callback.__name__ == "certify" for c in cli.app.registered_commands):
+        register(cli.app)
+    return cli.app
