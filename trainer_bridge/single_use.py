@@ -22,6 +22,7 @@ from trainer_bridge.forward import TrainingForward
 from trainer_bridge.jsonl import read_rollouts
 from trainer_bridge.records import Comparison, ScoredSample
 from trainer_bridge.rollout_record import RolloutRecord
+from trainer_bridge.wire.channel import ClientSecurity
 
 Prompt = str | tuple[int, ...]
 
@@ -72,7 +73,8 @@ async def generate_rollouts(
     import asyncio
     import dataclasses
 
-    async with service_address(address, settings) as where, AsyncRolloutClient(where) as client:
+    security = ClientSecurity.towards(address, settings.server)
+    async with service_address(address, settings) as where, AsyncRolloutClient(where, security=security) as client:
         calls = [
             client.generate(
                 prompt,

@@ -115,8 +115,10 @@ class Child:
         return Reading(**json.loads(self._line()))
 
     def close(self) -> int:
-        """End it; its exit code."""
+        """End it; its exit code. May be called again."""
         assert self._process.stdin is not None
+        if self._process.stdin.closed:
+            return self._process.wait()
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("quit\n")
             self._process.stdin.close()

@@ -83,13 +83,15 @@ def replay(
     from trainer_bridge.jsonl import read_rollouts
     from trainer_bridge.replay import Replay, replay_records
     from trainer_bridge.single_use import service_address
+    from trainer_bridge.wire.channel import ClientSecurity
 
     records = list(read_rollouts(rollouts))
     settings = single_settings(config, overrides)
 
     async def run() -> list[Replay]:
         async with service_address(address, settings) as where:
-            return await replay_records(records, where, weights_digest=weights_digest)
+            security = ClientSecurity.towards(address, settings.server)
+            return await replay_records(records, where, weights_digest=weights_digest, security=security)
 
     results = asyncio.run(run())
     for result in results:
@@ -121,8 +123,9 @@ def _rollout_side(address: str | None, path: str, settings: Any, replica: str | 
         yield _model_side("rollout", settings, path)
         return
     from trainer_bridge.explain.server_side import ServerSide
+    from trainer_bridge.wire.channel import ClientSecurity
 
-    with ServerSide(address, replica=replica or "") as side:
+    with ServerSide(address, replica=replica or "", security=ClientSecurity.from_environment()) as side:
         yield side
 
 

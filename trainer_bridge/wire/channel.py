@@ -13,6 +13,7 @@ import grpc.aio
 
 from rollout.config import is_loopback
 from rollout.errors import ConfigError
+from rollout.server_settings import AccessSettings
 from trainer_bridge.wire.request import channel_options
 
 Metadata = tuple[tuple[str, str], ...]
@@ -60,6 +61,12 @@ class ClientSecurity:
         given: dict[str, Any] = {name: os.environ.get(variable) or None for name, variable in ENVIRONMENT.items()}
         paths = {name: None if given[name] is None else Path(given[name]) for name in _PATHS}
         return cls(**(given | paths))
+
+    @classmethod
+    def towards(cls, address: str | None, server: AccessSettings) -> Self:
+        """From the environment for a service that runs elsewhere; for one of our own only if it asks for something."""
+        asks = server.tls_certificate is not None or server.tokens is not None
+        return cls.from_environment() if address is not None or asks else cls()
 
     def credentials(self) -> grpc.ChannelCredentials | None:
         """Of the channel; None for a plain one.
