@@ -39,6 +39,11 @@ def dashboard(
         str | None,
         typer.Option(envvar="ZERODRIFT_DASHBOARD_TOKEN", help="Beyond loopback one is made if none is given."),
     ] = None,
+    tls_certificate: Annotated[Path | None, typer.Option(help="PEM file of a certificate chain: serve https.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file of its private key.")] = None,
+    allow_insecure: Annotated[
+        bool, typer.Option("--allow-insecure", help="Plain http beyond loopback, on a network you trust.")
+    ] = False,
     config: Config = None,
     overrides: Overrides = None,
 ) -> None:
@@ -46,14 +51,15 @@ def dashboard(
     require_extra()
     from rollout.cli import app
     from trainer_bridge.dashboard.explain import default_explainer
-    from trainer_bridge.dashboard.serve import access_token, bind, page_address, serve
+    from trainer_bridge.dashboard.serve import access_token, bind, page_address, page_tls, serve
 
     verbs = [c.name or getattr(c.callback, "__name__", "") for c in app.registered_commands]
+    tls = page_tls(host, tls_certificate, tls_key, allow_insecure=allow_insecure)
     wanted = access_token(host, token)
     given = ["--config", str(config)] if config is not None else []
     listener = bind(host, port)
-    typer.echo(f"dashboard of {folder} at {page_address(listener, wanted)}")
-    serve(folder, listener, token=wanted, explainer=default_explainer(verbs, [*given, *(overrides or [])]))
+    typer.echo(f"dashboard of {folder} at {page_address(listener, wanted, tls)}")
+    serve(folder, listener, token=wanted, explainer=default_explainer(verbs, [*given, *(overrides or [])]), tls=tls)
 
 
 def runs(

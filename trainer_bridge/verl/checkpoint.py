@@ -37,7 +37,8 @@ class GrpcCheckpointEngine(CheckpointEngine):
 
     Args:
         is_master: set by verl on the trainer's ranks, True on rank 0; None on rollout workers.
-        handshake, update_policy, timeout_s, security: as in ``VerlOptions``; from ``checkpoint_engine.engine_kwargs.zerodrift``.
+        handshake, update_policy, timeout_s, security: as in ``VerlOptions``; from
+            ``checkpoint_engine.engine_kwargs.zerodrift``.
     """
 
     wire_format = DIRECT
