@@ -161,10 +161,10 @@ def health(
 
     with open_channel(address, ClientSecurity.from_environment(), DEFAULT_MAX_MESSAGE_BYTES) as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
-            # Here also a call.
-            typer.echo(f"{address}: {error.code().name} {error.details()}")  # type: ignore[attr-defined]
+            typer.echo(f"{address}: {error.code().name} {error.details()}")
             raise typer.Exit(1) from error
     said = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     typer.echo(f"{address}: {said}")
