@@ -19,7 +19,6 @@ from typing import Any
 import grpc
 import hypothesis
 from hypothesis import HealthCheck
-from hypothesis import strategies as st
 
 from rollout.access import new_token
 from rollout.call_scope import Role
@@ -92,8 +91,8 @@ def attack(child: Child, tokens: dict[str, str], calls: int, seed: int, tally: T
             max_examples=calls, deadline=None, database=None, suppress_health_check=list(HealthCheck),
             phases=[hypothesis.Phase.generate],
         )  # fmt: skip
-        @hypothesis.given(hostile_calls(tokens), st.data())
-        def run(call: HostileCall, data: st.DataObject) -> None:
+        @hypothesis.given(hostile_calls(tokens), KNOCKS)
+        def run(call: HostileCall, junk: bytes) -> None:
             if tally.calls >= calls:
                 return
             outcome = play(channel, call)
@@ -104,7 +103,7 @@ def attack(child: Child, tokens: dict[str, str], calls: int, seed: int, tally: T
             if call.method.endswith("Pause"):
                 channel.unary_unary(SERVICE + "Resume")(b"", metadata=control, timeout=20)
             if tally.calls % KNOCK_EVERY == 0:
-                knock(child.address, data.draw(KNOCKS))
+                knock(child.address, junk)
                 tally.knocks += 1
             assert child.alive(), f"the service died of {call}"
 
