@@ -38,7 +38,7 @@ ROLES: Mapping[str, Role | None] = {
     "/rollout.v1.DebugService/Trace": Role.CONTROL,
     "/rollout.v1.DebugService/GetTensor": Role.CONTROL,
     "/grpc.health.v1.Health/Check": None,
-    "/grpc.health.v1.Health/Watch": None,
+    "/grpc.health.v1.Health/Watch": Role.GENERATE,  # lasts for ever, so it must count
     "/grpc.health.v1.Health/List": None,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Role.GENERATE,
 }

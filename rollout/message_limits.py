@@ -7,8 +7,8 @@ from rollout.server_settings import RequestLimits
 from rollout.v1 import rollout_pb2 as pb
 
 MAX_REQUEST_ID_BYTES = 512
-TEXT_ASIDE_BYTES = 4096
-"""Longer prompts are tokenized on another thread, so that other calls go on meanwhile."""
+ASIDE_BYTES = 8192
+"""Larger requests are decoded, and their text tokenized, on another thread."""
 
 
 def check_generate(message: pb.GenerateRequest, limits: RequestLimits) -> None:

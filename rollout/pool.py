@@ -306,7 +306,9 @@ class Pool(Backend):
             raise WeightUpdateError("no replica committed the update" if not states else "replicas differ after commit")
         for name, outcome in outcomes.items():
             if isinstance(outcome, Exception):
-                self._router.fence(name, ReplicaUnavailable(f"worker {name} failed to commit: {outcome}"))
+                # Its own text may be of any library, and what is raised here reaches clients.
+                log.error("commit on %s", name, exc_info=outcome)
+                self._router.fence(name, ReplicaUnavailable(f"worker {name} failed to commit"))
         self._weights = states[0]
         return self._weights
 

@@ -16,9 +16,13 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from rollout.access import required_role
 from rollout.errors import InvalidRequest, RequestAborted
 from rollout.interceptors import Context, Handler, behavior_of
 from rollout.server_settings import RequestLimits
+
+PROBE_S = 5.0
+"""Within which the message of a probe must be here."""
 
 
 class ReceiveInterceptor(grpc.aio.ServerInterceptor):
@@ -34,14 +38,21 @@ class ReceiveInterceptor(grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         """The handler behind one that takes bytes."""
         handler = await continuation(handler_call_details)
-        return None if handler is None else self._receiving(handler)
+        if handler is None:
+            return None
+        # Probes are open to everyone and do not count: they must not last.
+        probe = required_role(str(handler_call_details.method)) is None
+        timeout_s = min(PROBE_S, self._limits.receive_timeout_s) if probe else self._limits.receive_timeout_s
+        return self._receiving(handler, timeout_s)
 
-    def _receiving(self, handler: Handler) -> Handler:
+    def _receiving(self, handler: Handler, timeout_s: float) -> Handler:
         behavior, parse = behavior_of(handler), handler.request_deserializer
 
         async def stream(raw: AsyncIterator[bytes], context: Context) -> None:
             messages = _Messages(raw, parse)
-            responses = behavior(messages if handler.request_streaming else await self._only(messages), context)
+            responses = behavior(
+                messages if handler.request_streaming else await self._only(messages, timeout_s), context
+            )
             if not inspect.isasyncgen(responses):
                 response = await responses
                 # Behaviours that write by themselves return nothing.
@@ -56,15 +67,13 @@ class ReceiveInterceptor(grpc.aio.ServerInterceptor):
         make: Callable[..., Handler] = grpc.stream_stream_rpc_method_handler
         return make(stream, response_serializer=handler.response_serializer)
 
-    async def _only(self, messages: _Messages) -> Any:
+    async def _only(self, messages: _Messages, timeout_s: float) -> Any:
         limits = self._limits
         try:
-            async with asyncio.timeout(limits.receive_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 raw = await anext(messages.raw, None)
         except TimeoutError:
-            raise RequestAborted(
-                f"no whole message came within {limits.receive_timeout_s:g} s (server.receive_timeout_s)"
-            ) from None
+            raise RequestAborted(f"no whole message came within {timeout_s:g} s (server.receive_timeout_s)") from None
         if raw is None:
             raise InvalidRequest("the call ended without a message; send one")
         if len(raw) > limits.max_request_bytes:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
+from google.protobuf.message import Message
 
 from rollout import codec
 from rollout.backend import Backend
@@ -17,12 +18,13 @@ from rollout.call_scope import Role, current_scope, note, require
 from rollout.config import ServerSettings
 from rollout.errors import DuplicateRequest, NotFound, RolloutError
 from rollout.interceptors import client_of
-from rollout.message_limits import TEXT_ASIDE_BYTES, check_generate, check_name, check_score
+from rollout.message_limits import ASIDE_BYTES, check_generate, check_name, check_score
 from rollout.types import Completion, GenerateRequest, TensorChunk
 from rollout.v1 import rollout_pb2 as pb
 from rollout.v1 import rollout_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
+T = TypeVar("T")
 _DRAIN_BYTES = 1 << 30
 _DRAIN_IDLE_S = 0.5
 
@@ -53,9 +55,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Stream the backend's events; however the call ends, the backend's iterator is closed before it does."""
-        codec.refuse_unknown_fields(request)
         check_generate(request, self._limits)
-        decoded = await self._decoded(request)
+        codec.refuse_unknown_fields(request)
+        decoded = await _aside(request, lambda: codec.generate_request_from_proto(request, encode=self._backend.encode))
         client = client_of(context)
         async with self._named(decoded.request_id, client) as request_id:
             self._note(request, replace(decoded, request_id=request_id))
@@ -69,9 +71,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         """Score by prefill; grpc.aio cancels this task, and so the backend's call, when the client goes."""
-        codec.refuse_unknown_fields(request)
         check_score(request, self._limits)
-        decoded = codec.score_request_from_proto(request)
+        codec.refuse_unknown_fields(request)
+        decoded = await _aside(request, lambda: codec.score_request_from_proto(request))
         client = client_of(context)
         async with self._named(decoded.request_id, client) as request_id:
             note(request_id=request_id, sequences=len(decoded.sequences))
@@ -97,6 +99,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
         """Model, manifest, weights, load."""
         codec.refuse_unknown_fields(request)
+        if request.tensor_digests:
+            # Reads all weights, on the engine's thread.
+            require(Role.CONTROL, "tensor_digests")
         return codec.info_to_proto(await self._backend.info(tensor_digests=request.tensor_digests))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
@@ -123,12 +128,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         """Go on sampling."""
         codec.refuse_unknown_fields(request)
         return pb.ResumeResponse(weights=codec.weights_to_proto(await self._backend.resume()))
-
-    async def _decoded(self, request: pb.GenerateRequest) -> GenerateRequest:
-        """The record; long texts are tokenized on another thread."""
-        if len(request.text) > TEXT_ASIDE_BYTES:
-            return await asyncio.to_thread(codec.generate_request_from_proto, request, encode=self._backend.encode)
-        return codec.generate_request_from_proto(request, encode=self._backend.encode)
 
     def _note(self, request: pb.GenerateRequest, decoded: GenerateRequest) -> None:
         note(request_id=decoded.request_id, prompt_tokens=len(decoded.prompt_ids), n=decoded.n)
@@ -165,6 +164,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         finally:
             del self._live[name]
             call.ended.set()
+
+
+async def _aside(message: Message, decode: Callable[[], T]) -> T:
+    """The decoded record; of large messages on another thread, so that other calls go on meanwhile."""
+    return await asyncio.to_thread(decode) if message.ByteSize() > ASIDE_BYTES else decode()
 
 
 async def _drain(messages: AsyncIterator[pb.UpdateWeightsRequest]) -> None:
