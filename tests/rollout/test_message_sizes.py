@@ -38,7 +38,7 @@ def backend() -> FakeBackend:
 async def client(backend: FakeBackend) -> AsyncIterator[AsyncRolloutClient]:
     # One sequence of 4 MiB has more ids than a server takes by default.
     settings = ServerSettings(max_prompt_tokens=8 * MIB)
-    async with serving(backend, settings=settings) as server:
+    async with serving(backend, settings=settings) as server:  # noqa: SIM117
         async with AsyncRolloutClient(address(server), timeout_s=30) as client:
             yield client
 
