@@ -147,6 +147,7 @@ def child_settings(folder: Path, *, server: dict[str, Any] | None = None, **engi
     return {
         "model": {"path": str(model), "dtype": "float32", "context_length": 96},
         "engine": sizes | engine,
+        "worker": {"start_timeout_s": 600},
         "server": {"port": 0, "max_n": 16} | (server or {}),
     }
 
