@@ -154,12 +154,18 @@ class AccessInterceptor(GuardInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """The handler found, or one that only refuses."""
+        """The handler found, or one that only refuses; None for a method that does not exist, whoever asks.
+
+        Names that callers make up must not reach logs and metrics.
+        """
+        handler = await super().intercept_service(continuation, handler_call_details)
+        if handler is None:
+            return None
         try:
             self._caller(handler_call_details)
         except RolloutError as error:
             return refusing(error)
-        return await super().intercept_service(continuation, handler_call_details)
+        return handler
 
     def _caller(self, details: grpc.HandlerCallDetails) -> Caller:
         needed = required_role(str(details.method))

@@ -30,9 +30,11 @@ class CallLimits(GuardInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
         """Refuse before the request is read where there is no room already."""
-        if self._live >= self._limits.max_concurrent_rpcs and _counts(handler_call_details):
+        handler = await super().intercept_service(continuation, handler_call_details)
+        full = self._live >= self._limits.max_concurrent_rpcs
+        if handler is not None and full and _counts(handler_call_details):
             return refusing(self._full())
-        return await super().intercept_service(continuation, handler_call_details)
+        return handler
 
     @asynccontextmanager
     async def guard(self, details: grpc.HandlerCallDetails, context: Context) -> AsyncIterator[None]:

@@ -114,6 +114,18 @@ async def test_without_a_token_nothing_but_a_probe_is_answered(tokens: Tokens) -
     assert backend.seen == []
 
 
+async def test_made_up_methods_reach_neither_audit_nor_metrics(
+    tokens: Tokens, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        async with serving(FakeBackend(), settings=tokens.settings) as server:  # noqa: SIM117
+            async with grpc.aio.insecure_channel(address(server)) as channel:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await channel.unary_unary("/rollout.v1.RolloutService/MadeUp")(b"")
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert "MadeUp" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "headers",
     [
