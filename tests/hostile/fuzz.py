@@ -41,6 +41,8 @@ _ID = re.compile(r"internal error, id=(\S+)")
 KNOCK_EVERY = 25
 WARM = 0.2
 """Part of the calls after which memory is first read."""
+GROWTH = 0.05
+"""Of so short a run: allocators and caches still fill. `make soak-service` is the judge of slow growth."""
 
 
 @dataclass
@@ -145,7 +147,7 @@ def report(tally: Tally, early: Reading, late: Reading, same: bool) -> bool:
     )
     for fault in tally.faults[:10]:
         print(f"  FAULT {fault[:600]}")
-    return not tally.faults and same and (late.live, late.held_pages, late.buffered) == (0, 0, 0) and growth < 0.01
+    return not tally.faults and same and (late.live, late.held_pages, late.buffered) == (0, 0, 0) and growth < GROWTH
 
 
 def main() -> int:

@@ -60,7 +60,7 @@ def test_a_bad_run_is_not_reported_as_good() -> None:
     tally = fuzz.Tally(codes=Counter(OK=10))
     assert fuzz.report(tally, IDLE, IDLE, True)
     assert not fuzz.report(tally, IDLE, IDLE, False)
-    assert not fuzz.report(tally, IDLE, Reading(102 * 2**20, 0, 0, 0, 15), True)
+    assert not fuzz.report(tally, IDLE, Reading(106 * 2**20, 0, 0, 0, 15), True)
     assert not fuzz.report(tally, IDLE, Reading(100 * 2**20, 0, 1, 0, 15), True)
     assert not fuzz.report(fuzz.Tally(codes=Counter(OK=10), faults=["x"]), IDLE, IDLE, True)
     whole = {"outcomes": Counter({"whole": 5, "refused, came back": 2}), "refusals": [], "seconds": 1.0}
