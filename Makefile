@@ -58,6 +58,25 @@ test-search: model ## the property tests with examples never tried before
 soak: setup ## random schedules with new seeds for SOAK_MINUTES (10)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak
 
+fuzz: setup ## FUZZ_CALLS (10000) malformed or hostile calls to a service of its own
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.hostile.fuzz
+
+load: setup ## LOAD_STREAMS (1000) concurrent streams against queues that cannot hold them, and how fast "full" is told
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.hostile.streams
+
+soak-service: setup ## mixed traffic for SOAK_MINUTES (30); memory of the idle service must not grow by 1 %
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.hostile.soak
+
+licences: setup ## the licence of every dependency, by its own metadata
+	@$(BIN)/python -m tests.licences
+
+AUDIT_VENV := .venv-audit
+
+# --strict: without a reachable database pip-audit skips every package and says "no known vulnerabilities".
+audit: setup ## known vulnerabilities of the dependencies (pip-audit; needs pypi.org)
+	@test -x $(AUDIT_VENV)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT_VENV) && $(AUDIT_VENV)/bin/python -m pip -qq --disable-pip-version-check install pip-audit; }
+	@$(AUDIT_VENV)/bin/pip-audit --strict --progress-spinner off --timeout 20 --path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+
 $(VERL_VENV)/.installed: pyproject.toml tests/verl/constraints.txt
 	@test -x $(VERL_BIN)/python || $(PYTHON) -m venv $(VERL_VENV)
 	@echo "installing verl into $(VERL_VENV) (minutes the first time)"

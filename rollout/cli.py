@@ -77,6 +77,9 @@ def submit(
     working_dir: Annotated[
         Path | None, typer.Option(help="Folder to upload when zerodrift is not installed on the cluster.")
     ] = None,
+    ca: Annotated[
+        Path | None, typer.Option(help="PEM file of the authority behind an https:// address; else the system's.")
+    ] = None,
     env: Annotated[list[str] | None, typer.Option(help="KEY=VALUE in the job's environment; may be repeated.")] = None,
     verb: Annotated[list[str] | None, typer.Argument(help="Verb and options to run there; default: demo.")] = None,
 ) -> None:
@@ -93,6 +96,7 @@ def submit(
         env=dict(item.split("=", 1) for item in env or []),
         python=python,
         working_dir=working_dir,
+        ca=ca,
     )
     raise typer.Exit(code)
 
@@ -180,6 +184,29 @@ def doctor(json_file: JsonFile = None) -> None:
     write_json(json_file, {f.part: f.as_dict() for f in findings})
     if any(f.state == "broken" for f in findings):
         raise typer.Exit(1)
+
+
+@app.command()
+def token(
+    name: Annotated[str, typer.Argument(help="Whose token it is: stands in the audit log, and is its fair share.")],
+    role: Annotated[str, typer.Option(help="generate, or control: also weights, pause, abort of everything.")],
+    out: Annotated[
+        Path | None, typer.Option(help="File for the token, readable by its owner only; else it is printed.")
+    ] = None,
+) -> None:
+    """Make a token: the token for the client, and its line for the server's file (server.tokens)."""
+    from rollout.access import new_token
+    from rollout.call_scope import Role
+
+    if role not in list(Role):
+        raise InvalidRequest(f"--role {role!r} is neither {' nor '.join(Role)}", field="role")
+    made, line = new_token(name, Role(role))
+    if out is None:
+        typer.echo(f"token, for the client: {made}", err=True)
+    else:
+        with open(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(made + "\n")
+    typer.echo(line)
 
 
 def _register_bridge() -> None:

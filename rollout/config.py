@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from rollout.errors import ConfigError
+from rollout.server_settings import AccessSettings, RequestLimits
+from rollout.server_settings import Section as _Section
 
 ENV_PREFIX = "ZERODRIFT_"
 
@@ -30,10 +32,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ModelSettings(_Section):
@@ -106,13 +104,12 @@ class WorkerSettings(_Section):
     start_timeout_s: float = Field(120, gt=0, description="Seconds until a replica must have loaded its model.")
 
 
-class ServerSettings(_Section):
+class ServerSettings(RequestLimits, AccessSettings):
     """The gRPC server."""
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(50051, ge=0, le=65535, description="Port to listen on; 0: any free one.")
     max_message_bytes: int = Field(268435456, ge=65536, le=2**31 - 1, description="Largest message, both ways.")
-    max_concurrent_rpcs: int = Field(4096, ge=1, description="Most calls at a time.")
     max_n: int = Field(256, ge=1, description="Most samples one request may ask for.")
     max_priority: int = Field(
         10, ge=0, le=1000, description="Priorities of requests lie in [-max_priority, max_priority]."
@@ -121,15 +118,14 @@ class ServerSettings(_Section):
     max_images: int = Field(16, ge=0, description="Most images one prompt or scored sequence may carry.")
     debug: bool = Field(False, description="Serve taps and weights to `zerodrift explain --address`.")
     reflection: bool = Field(True, description="Whether gRPC reflection is served.")
-    allow_insecure: bool = Field(False, description="Allow a host other than loopback without TLS.")
     drain_s: float = Field(30, ge=0, description="Seconds that running calls get at shutdown.")
 
     @model_validator(mode="after")
     def _insecure_only_on_loopback(self) -> Self:
-        if not self.allow_insecure and not is_loopback(self.host):
+        if not self.allow_insecure and self.tls_certificate is None and not is_loopback(self.host):
             raise ValueError(
-                f"host = {self.host!r} is reachable from outside and the server has no TLS; "
-                "use 127.0.0.1, or set server.allow_insecure=true"
+                f"host = {self.host!r} is reachable from outside and the server has no TLS; set "
+                "server.tls_certificate and server.tls_key, or use 127.0.0.1, or set server.allow_insecure=true"
             )
         return self
 

@@ -10,6 +10,8 @@
     ├── CertificateError            FAILED_PRECONDITION  strict serving without a certificate that matches and holds
     ├── ParityError                 DATA_LOSS            two sides that must hold the same bits do not
     ├── ReplicaUnavailable          UNAVAILABLE          a worker died or is fenced
+    ├── Unauthenticated             UNAUTHENTICATED      no token, or one that is not known
+    ├── PermissionDenied            PERMISSION_DENIED    the caller is known and may not do this
     ├── RequestAborted              ABORTED              ended by the service, not by its own limits
     └── ConfigError                 INVALID_ARGUMENT     settings that cannot start a service
 
@@ -108,6 +110,20 @@ class ReplicaUnavailable(RolloutError):
 
     code = "UNAVAILABLE"
     reason = "REPLICA_UNAVAILABLE"
+
+
+class Unauthenticated(RolloutError):
+    """The call carries no token, or one that is not known."""
+
+    code = "UNAUTHENTICATED"
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(RolloutError):
+    """The caller is known, and may not do this."""
+
+    code = "PERMISSION_DENIED"
+    reason = "PERMISSION_DENIED"
 
 
 class RequestAborted(RolloutError):

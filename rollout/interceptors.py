@@ -24,6 +24,7 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from rollout.call_scope import current_scope
 from rollout.errors import CapacityExceeded, RolloutError
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -49,10 +50,11 @@ def current_request_id() -> str:
 
 
 def client_of(context: Context) -> str:
-    """Whose call this is, for fair shares: metadata ``x-client-id``, else the peer's address without its port.
-
-    The name is taken on trust; a guard that authenticates should refuse names that are not the caller's.
-    """
+    """Whose call this is, for fair shares: the caller that was proven; else metadata ``x-client-id``, on trust; else
+    the peer's address without its port."""
+    scope = current_scope()
+    if scope is not None and scope.caller.name:
+        return scope.caller.name
     for key, value in context.invocation_metadata() or ():
         if key == CLIENT_ID_KEY and isinstance(value, str) and _REQUEST_ID.fullmatch(value):
             return value
@@ -82,7 +84,7 @@ class GuardInterceptor(grpc.aio.ServerInterceptor, abc.ABC):
 
 def guarded(handler: Handler, guard: Callable[[Context], AbstractAsyncContextManager[None]]) -> Handler:
     """The handler with ``guard`` around each call. Streams are async generators or coroutines that call ``write``."""
-    behavior = _behavior(handler)
+    behavior = behavior_of(handler)
 
     async def respond(request: Any, context: Context) -> Any:
         async with guard(context):
@@ -117,7 +119,8 @@ def guarded(handler: Handler, guard: Callable[[Context], AbstractAsyncContextMan
     )
 
 
-def _behavior(handler: Handler) -> Callable[[Any, Context], Any]:
+def behavior_of(handler: Handler) -> Callable[[Any, Context], Any]:
+    """The handler's function, whichever kind it is of."""
     kinds = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
     behavior = next(kind for kind in kinds if kind is not None)
     return behavior  # type: ignore[return-value]  # as above: an aio context
@@ -151,10 +154,10 @@ class ErrorInterceptor(GuardInterceptor):
             yield
         except (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.InternalError):
             raise
-        except RolloutError as error:
-            await context.abort_with_status(rpc_status.to_status(status_of(error, current_request_id())))
-        except Exception:
+        except Exception as error:
             request_id = current_request_id()
+            if isinstance(error, RolloutError) and error.code != RolloutError.code:
+                await context.abort_with_status(rpc_status.to_status(status_of(error, request_id)))
             _logger.exception("internal error in %s, id=%s", details.method, request_id)
             hidden = RolloutError(f"internal error, id={request_id}")
             await context.abort_with_status(rpc_status.to_status(status_of(hidden, request_id)))

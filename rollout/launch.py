@@ -70,6 +70,7 @@ def submit(
     working_dir: Path | None = None,
     token: str | None = None,
     python: str | None = None,
+    ca: Path | None = None,
     client: JobClient | None = None,
     write: Callable[[str], object] = sys.stdout.write,
     sleep: Callable[[float], None] = time.sleep,
@@ -85,6 +86,7 @@ def submit(
         working_dir: Folder to upload, when zerodrift itself is not installed on the cluster; it must then hold the
             settings file. None: only the settings file is uploaded.
         token: Ray's auth token. None: as Ray finds it (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token).
+        ca: PEM file of the authority that signed the head's https certificate; None: the system's authorities.
         python: Interpreter on the cluster. None: this one for a head on this machine, else ``python``.
         client: Job client to use in place of a connection to ``address``.
         write: Receives the job's log.
@@ -104,7 +106,7 @@ def submit(
         runtime_env: dict[str, Any] = {"env_vars": dict(env)} if env else {}
         if folder is not None:
             runtime_env["working_dir"] = str(folder)
-        connected = client or connect(address, token)
+        connected = client or connect(address, token, ca)
         # Our own id: a try whose answer was lost cannot start a second job.
         job_id = f"zerodrift-{secrets.token_hex(6)}"
         try:
@@ -119,16 +121,20 @@ def submit(
     return EXIT_CODES[status]
 
 
-def connect(address: str, token: str | None = None) -> JobClient:
+def connect(address: str, token: str | None = None, ca: Path | None = None) -> JobClient:
     """A client of the head at ``address``, with the token in its headers."""
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
     found = find_token(address, token)
     headers = {"Authorization": f"Bearer {found}"} if found else None
+    if ca is not None and not ca.is_file():
+        raise ConfigError(f"--ca {ca} is no file; give the PEM file of the head's authority", field="ca")
+    if found and not address.startswith("https:") and not _is_local(address):
+        logger.warning("the Ray token travels to %s without TLS: anyone on the way can read it", address)
     try:
         with _own_address():
-            return JobSubmissionClient(address, headers=headers)
+            return JobSubmissionClient(address, headers=headers, verify=True if ca is None else str(ca))
     except AuthenticationError as error:
         raise ConfigError(
             f"the Ray head at {address} refused the token ({str(error).splitlines()[0]}); "

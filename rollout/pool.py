@@ -34,6 +34,7 @@ from rollout.replica import Replica
 from rollout.request_limits import check_answer_size, check_limits
 from rollout.router import LiveSample, Router
 from rollout.sampling import draw_seed
+from rollout.stream_buffer import StreamBuffers
 from rollout.tracing import traceparent
 from rollout.types import (
     Completion,
@@ -87,6 +88,7 @@ class Pool(Backend):
         self._model = model
         self._tokenizer = tokenizer
         self._router = Router(replicas)
+        self._buffers = StreamBuffers(settings.server)
         self._info: WorkerInfo | None = None
         self._weights = WeightState(-1, "")
         self._paused = False
@@ -137,12 +139,12 @@ class Pool(Backend):
         Raises:
             InvalidRequest: n, sample_index, prompt, sampling, priority or top_logprobs out of range.
             CapacityExceeded: the replica's queue, or this client's part of it, is full.
-            ReplicaUnavailable: no replica could finish.
+            ReplicaUnavailable: no replica could finish. RequestAborted: the reader fell too far behind.
         """
         samples = [dataclasses.replace(s, trace=traceparent()) for s in await self._samples(request)]
         ids = [s.sample_id for s in samples]
         self._requests[request.request_id] = ids
-        queue: asyncio.Queue[Any] = asyncio.Queue()
+        queue = self._buffers.open()
         try:
             await self._router.submit([LiveSample(s, queue) for s in samples])
             summaries: list[SampleSummary] = []
@@ -161,6 +163,7 @@ class Pool(Backend):
                 manifest_digest=self.manifest_digest,
             )
         finally:
+            queue.close()
             self._requests.pop(request.request_id, None)
             await self._router.drop(ids, "the client left")
 
@@ -304,7 +307,9 @@ class Pool(Backend):
             raise WeightUpdateError("no replica committed the update" if not states else "replicas differ after commit")
         for name, outcome in outcomes.items():
             if isinstance(outcome, Exception):
-                self._router.fence(name, ReplicaUnavailable(f"worker {name} failed to commit: {outcome}"))
+                # Its own text may be of any library, and what is raised here reaches clients.
+                log.error("commit on %s", name, exc_info=outcome)
+                self._router.fence(name, ReplicaUnavailable(f"worker {name} failed to commit"))
         self._weights = states[0]
         return self._weights
 

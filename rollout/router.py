@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from rollout.chunks import cut_tokens
 from rollout.errors import ReplicaUnavailable, RolloutError
@@ -17,6 +17,14 @@ from rollout.worker import WorkerInfo
 
 log = logging.getLogger(__name__)
 _POLL_S = 1.0
+
+
+class EventQueue(Protocol):
+    """Where the router leaves events: a ``StreamBuffer``, or an ``asyncio.Queue``."""
+
+    def put_nowait(self, event: Any, /) -> None:
+        """Never blocks."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +40,7 @@ class LiveSample:
     """A sample or scored sequence between submission and its last event."""
 
     request: SampleRequest | None
-    queue: asyncio.Queue[Any]
+    queue: EventQueue
     """Receives PromptChunk, TokenChunk, SampleSummary, ScoreEvent or one RolloutError."""
     delivered: int = 0
     """tokens already passed on; a replay after a death skips them"""
@@ -171,7 +179,7 @@ class Router:
         ids: list[str],
         sequences: list[ScoreSequence],
         options: ScoreOptions,
-        queue: asyncio.Queue[Any],
+        queue: EventQueue,
     ) -> None:
         """Queue sequences to score together on the least loaded replica; ``queue`` receives their events."""
         calls = [ScoreCall(sequence, options) for sequence in sequences]

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection as grpc_reflection
 
+from rollout.access import AccessInterceptor, TokenFile
+from rollout.audit import AuditInterceptor
 from rollout.backend import Backend
+from rollout.call_limits import CallLimits
 from rollout.codec import SPLIT_BYTES
+from rollout.config import ServerSettings, is_loopback
 from rollout.errors import ConfigError
 from rollout.interceptors import standard_interceptors
+from rollout.receiving import ReceiveInterceptor
 from rollout.service import RolloutService
+from rollout.tls import server_credentials
 from rollout.v1 import rollout_pb2, rollout_pb2_grpc
 
 SERVICE_NAME: str = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
 DEFAULT_MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 DEFAULT_MAX_CONCURRENT_RPCS = 4096
+_HEADROOM_RPCS = 1024
+"""Calls above the limit that are still answered, with RetryInfo; beyond them gRPC refuses by itself, without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,7 @@ async def start_server(
     max_concurrent_rpcs: int = DEFAULT_MAX_CONCURRENT_RPCS,
     reflection: bool,
     allow_insecure: bool = False,
+    settings: ServerSettings | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     further: Mapping[str, Callable[[grpc.aio.Server], None]] | None = None,
 ) -> RunningServer:
@@ -63,30 +72,33 @@ async def start_server(
 
     Args:
         backend: what answers.
-        host: address to bind; beyond loopback only with ``allow_insecure``, as there is no TLS here.
+        host: address to bind; beyond loopback only with TLS or ``allow_insecure``.
         port: 0 lets the system choose.
         max_message_bytes: largest message, both ways; a larger request ends with RESOURCE_EXHAUSTED.
-        max_concurrent_rpcs: calls beyond this end with RESOURCE_EXHAUSTED.
+        max_concurrent_rpcs: calls beyond this end with RESOURCE_EXHAUSTED and RetryInfo; probes do not count.
         reflection: whether clients may list services and messages.
         allow_insecure: bind beyond loopback without TLS.
-        interceptors: run inside the request-id and error interceptors.
+        settings: limits of requests, TLS, tokens, audit log; what is also an argument here counts as given here.
+        interceptors: run inside the request-id and error interceptors, outside of access and limits.
         further: full name of a further service -> what adds its servicer.
 
     Raises:
         ConfigError: the address may not be bound, or cannot be.
     """
-    if not allow_insecure and not _is_loopback(host):
+    config = (settings or ServerSettings()).model_copy(update={"max_concurrent_rpcs": max_concurrent_rpcs})
+    credentials = server_credentials(config)
+    if credentials is None and not allow_insecure and not is_loopback(host):
         raise ConfigError(
-            f"server.host = {host!r} is not loopback and the server has no TLS; bind 127.0.0.1, "
-            "or set server.allow_insecure = true on a network you trust",
+            f"server.host = {host!r} is not loopback and the server has no TLS; set server.tls_certificate and "
+            "server.tls_key, bind 127.0.0.1, or set server.allow_insecure = true on a network you trust",
             field="server.allow_insecure",
         )
     server = grpc.aio.server(
-        interceptors=standard_interceptors(*interceptors),
+        interceptors=standard_interceptors(*interceptors, *_guards(config)),
         options=_options(max_message_bytes),
-        maximum_concurrent_rpcs=max_concurrent_rpcs,
+        maximum_concurrent_rpcs=max_concurrent_rpcs + _HEADROOM_RPCS,
     )
-    service = RolloutService(backend, split_bytes=min(SPLIT_BYTES, max_message_bytes // 2))
+    service = RolloutService(backend, split_bytes=min(SPLIT_BYTES, max_message_bytes // 2), limits=config)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
     for add in (further or {}).values():
         add(server)
@@ -95,7 +107,7 @@ async def start_server(
     if reflection:
         names = (SERVICE_NAME, health.SERVICE_NAME, grpc_reflection.SERVICE_NAME, *(further or {}))
         grpc_reflection.enable_server_reflection(names, server)
-    running = RunningServer(port=_bind(server, host, port), _server=server, _health=servicer)
+    running = RunningServer(port=_bind(server, host, port, credentials), _server=server, _health=servicer)
     await running.set_serving(False)
     await server.start()
     return running
@@ -115,19 +127,19 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def _guards(settings: ServerSettings) -> tuple[grpc.aio.ServerInterceptor, ...]:
+    """Outside in: what is written down, who may call, how many, what is read."""
+    tokens = None if settings.tokens is None else TokenFile(settings.tokens)
+    return (AuditInterceptor(settings), AccessInterceptor(tokens), CallLimits(settings), ReceiveInterceptor(settings))
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(address)
+        if credentials is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise ConfigError(
             f"server.port = {port} on {host!r} cannot be bound: {error}; choose another port, or 0 for a free one",

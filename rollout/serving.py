@@ -15,6 +15,7 @@ from typing import Any
 import grpc.aio
 import ray
 
+from rollout.admission import AdmittingBackend
 from rollout.assets import prepare_model
 from rollout.config import Settings
 from rollout.debug_service import SERVICE_NAME as DEBUG_NAME
@@ -115,7 +116,7 @@ async def running_service(settings: Settings, *, in_process: bool = False) -> As
             config = settings.server
             meter, where = make_meter(settings.metrics.exporter, settings.metrics.host, settings.metrics.port)
             log.info("metrics go to %s", where)
-            backend = MeteredBackend(pool, meter, queue_limit=settings.engine.max_waiting)
+            backend = AdmittingBackend(pool, meter, settings)
             watching = asyncio.create_task(backend.watch(), name="metrics of replicas")
             server = await start_server(
                 backend,
@@ -125,6 +126,7 @@ async def running_service(settings: Settings, *, in_process: bool = False) -> As
                 max_concurrent_rpcs=config.max_concurrent_rpcs,
                 reflection=config.reflection,
                 allow_insecure=config.allow_insecure,
+                settings=config,
                 interceptors=[MeteringInterceptor(meter)],
                 further=_debug(replicas) if config.debug else None,
             )

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import TYPE_CHECKING, Self, Unpack, cast
 
 import grpc.aio
 
@@ -34,13 +34,13 @@ from trainer_bridge.wire import (
     translated,
     update_messages,
 )
+from trainer_bridge.wire.channel import PLAIN, AuthorizedStub, ClientSecurity, open_aio_channel
 from trainer_bridge.wire.request import (
     DEFAULT_MAX_MESSAGE_BYTES,
     DEFAULT_TIMEOUT_S,
     GenerateOptions,
     ScoreCallOptions,
     abort_target,
-    channel_options,
     make_request,
     make_score_request,
 )
@@ -56,7 +56,8 @@ class AsyncRolloutClient:
         address: "host:port".
         timeout_s: deadline of every call, in seconds.
         max_message_bytes: largest message, both ways.
-        client_id: whose fair share the calls count against; "": that of this machine's address.
+        client_id: whose fair share the calls count against; "": that of the token, or of this machine's address.
+        security: TLS, client certificate, token; None: a plain channel without a token.
 
     Example:
         async with AsyncRolloutClient("127.0.0.1:50051") as client:
@@ -70,11 +71,13 @@ class AsyncRolloutClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         client_id: str = "",
+        security: ClientSecurity | None = None,
     ) -> None:
         self._address = address
         self._timeout_s = timeout_s
         self._client_id = client_id
         self._max_message_bytes = max_message_bytes
+        self._security = security or PLAIN
         self._channel: grpc.aio.Channel | None = None
         self._connected: RolloutServiceAsyncStub | None = None
 
@@ -82,8 +85,9 @@ class AsyncRolloutClient:
     def _stub(self) -> RolloutServiceAsyncStub:
         # Not in __init__: a channel belongs to the running loop, and a client may be made outside of one.
         if self._connected is None:
-            self._channel = grpc.aio.insecure_channel(self._address, options=channel_options(self._max_message_bytes))
-            self._connected = rollout_pb2_grpc.RolloutServiceStub(self._channel)
+            self._channel = open_aio_channel(self._address, self._security, self._max_message_bytes)
+            stub = AuthorizedStub(rollout_pb2_grpc.RolloutServiceStub(self._channel), self._security)
+            self._connected = cast("RolloutServiceAsyncStub", stub)
         return self._connected
 
     async def __aenter__(self) -> Self:

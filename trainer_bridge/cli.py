@@ -1,4 +1,4 @@
-"""Verbs of the trainer's side: ``demo``, ``generate``, ``compare``; explain, replay and dashboard live apart."""
+"""Verbs of the trainer's side: ``demo``, ``generate``, ``compare``, ``health``; others live apart."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def register(app: typer.Typer) -> None:
     app.command()(demo)
     app.command()(generate)
     app.command()(compare)
+    app.command()(health)
     register_dashboard(app)
     register_explain(app)
 
@@ -171,3 +172,29 @@ def single_settings(config: Path | None, overrides: list[str] | None) -> Any:
     settings = load_settings(config, [*(() if config else DEMO_OVERRIDES), "worker.count=1", *(overrides or [])])
     configure(settings.log.level, settings.log.as_json)
     return settings
+
+
+def health(
+    address: Annotated[str, typer.Argument(help="host:port of a service.")],
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait.")] = 5.0,
+) -> None:
+    """Whether a service takes traffic; exit 1 if not. TLS and token come from the environment: see docs/security.md.
+
+    Kubernetes' own gRPC probe speaks no TLS; this verb can stand in an exec probe.
+    """
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from trainer_bridge.wire.channel import ClientSecurity, open_channel
+    from trainer_bridge.wire.request import DEFAULT_MAX_MESSAGE_BYTES
+
+    with open_channel(address, ClientSecurity.from_environment(), DEFAULT_MAX_MESSAGE_BYTES) as channel:
+        try:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            typer.echo(f"{address}: {error.code().name} {error.details()}")
+            raise typer.Exit(1) from error
+    said = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    typer.echo(f"{address}: {said}")
+    raise typer.Exit(0 if answer.status == health_pb2.HealthCheckResponse.SERVING else 1)

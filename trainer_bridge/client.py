@@ -6,7 +6,7 @@ import threading
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Self, Unpack, cast
 
 import grpc
 
@@ -34,13 +34,13 @@ from trainer_bridge.wire import (
     translated,
     update_messages,
 )
+from trainer_bridge.wire.channel import PLAIN, AuthorizedStub, ClientSecurity, open_channel
 from trainer_bridge.wire.request import (
     DEFAULT_MAX_MESSAGE_BYTES,
     DEFAULT_TIMEOUT_S,
     GenerateOptions,
     ScoreCallOptions,
     abort_target,
-    channel_options,
     make_request,
     make_score_request,
 )
@@ -53,7 +53,8 @@ class RolloutClient:
         address: "host:port".
         timeout_s: deadline of every call, in seconds.
         max_message_bytes: largest message, both ways.
-        client_id: whose fair share the calls count against; "": that of this machine's address.
+        client_id: whose fair share the calls count against; "": that of the token, or of this machine's address.
+        security: TLS, client certificate, token; None: a plain channel without a token.
 
     Example:
         with RolloutClient("127.0.0.1:50051") as client:
@@ -67,9 +68,14 @@ class RolloutClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         client_id: str = "",
+        security: ClientSecurity | None = None,
     ) -> None:
-        self._channel = grpc.insecure_channel(address, options=channel_options(max_message_bytes))
-        self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)
+        shown = security or PLAIN
+        self._channel = open_channel(address, shown, max_message_bytes)
+        self._stub = cast(
+            "rollout_pb2_grpc.RolloutServiceStub",
+            AuthorizedStub(rollout_pb2_grpc.RolloutServiceStub(self._channel), shown),
+        )
         self._timeout_s = timeout_s
         self._client_id = client_id
 

@@ -13,6 +13,7 @@ from trainer_bridge.aio_client import AsyncRolloutClient
 from trainer_bridge.collect import records_of
 from trainer_bridge.rollout_record import RolloutRecord
 from trainer_bridge.ulp import bits, ulp_distance
+from trainer_bridge.wire.channel import ClientSecurity
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +111,23 @@ def _surroundings(record: RolloutRecord, again: RolloutRecord) -> str:
 
 
 async def replay_records(
-    records: list[RolloutRecord], address: str, *, weights_digest: str | None = None
+    records: list[RolloutRecord],
+    address: str,
+    *,
+    weights_digest: str | None = None,
+    security: ClientSecurity | None = None,
 ) -> list[Replay]:
     """Regenerate records on a running service.
 
     Args:
         weights_digest: root digest of the weights they were sampled under; None: not checked.
+        security: TLS and token towards the service.
 
     Raises:
         InvalidRequest: a record that cannot be regenerated, or a service that holds other weights.
     """
     requests = [replay_request(record, i) for i, record in enumerate(records)]
-    async with AsyncRolloutClient(address) as client:
+    async with AsyncRolloutClient(address, security=security) as client:
         served = (await client.info()).weights.digest
         if weights_digest is not None and served != weights_digest:
             raise InvalidRequest(

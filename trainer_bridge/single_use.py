@@ -25,6 +25,7 @@ from trainer_bridge.kept_rows import KeptRow, keep_rows
 from trainer_bridge.parquet import read_parquet_rollouts
 from trainer_bridge.records import Comparison, ScoredSample
 from trainer_bridge.rollout_record import RolloutRecord
+from trainer_bridge.wire.channel import ClientSecurity
 
 Prompt = str | tuple[int, ...]
 
@@ -74,7 +75,8 @@ async def generate_rollouts(
         raise InvalidRequest("no prompts: give --prompt or --prompts", field="prompt")
     import asyncio
 
-    async with service_address(address, settings) as where, AsyncRolloutClient(where) as client:
+    security = ClientSecurity.towards(address, settings.server)
+    async with service_address(address, settings) as where, AsyncRolloutClient(where, security=security) as client:
         calls = [
             client.generate(
                 prompt,

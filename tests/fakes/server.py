@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from rollout.backend import Backend
+from rollout.config import ServerSettings
 from rollout.server import DEFAULT_MAX_CONCURRENT_RPCS, DEFAULT_MAX_MESSAGE_BYTES, RunningServer, start_server
 
 
@@ -15,6 +16,7 @@ async def serving(
     *,
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     max_concurrent_rpcs: int = DEFAULT_MAX_CONCURRENT_RPCS,
+    settings: ServerSettings | None = None,
 ) -> AsyncIterator[RunningServer]:
     """Start, report SERVING, and stop without grace."""
     server = await start_server(
@@ -24,6 +26,7 @@ async def serving(
         max_message_bytes=max_message_bytes,
         max_concurrent_rpcs=max_concurrent_rpcs,
         reflection=True,
+        settings=settings,
     )
     await server.set_serving(True)
     try:

@@ -15,8 +15,9 @@ from rollout.cli_certify import register as register_certify
 from trainer_bridge.cli import register
 
 VERBS = {
-    "certify", "compare", "config", "dashboard", "demo", "doctor", "explain", "explain-recorded", "generate", "kernels",
-    "manifest", "replay", "runs", "serve", "submit",
+    "certify", "compare", "config", "dashboard", "demo", "doctor", "explain", "explain-recorded", "generate", "health",
+    "kernels",
+    "manifest", "replay", "runs", "serve", "submit", "token",
 }  # fmt: skip
 if not any(c.callback is not None and c.callback.__name__ == "demo" for c in cli.app.registered_commands):
     register(cli.app)

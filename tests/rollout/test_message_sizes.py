@@ -11,6 +11,7 @@ import pytest
 
 from rollout import codec
 from rollout.codec import GenerateEvent
+from rollout.config import ServerSettings
 from rollout.errors import InvalidRequest
 from rollout.types import (
     GenerateRequest,
@@ -35,8 +36,11 @@ def backend() -> FakeBackend:
 
 @pytest.fixture
 async def client(backend: FakeBackend) -> AsyncIterator[AsyncRolloutClient]:
-    async with serving(backend) as server, AsyncRolloutClient(address(server), timeout_s=30) as client:
-        yield client
+    # One sequence of 4 MiB has more ids than a server takes by default.
+    settings = ServerSettings(max_prompt_tokens=8 * MIB)
+    async with serving(backend, settings=settings) as server:  # noqa: SIM117
+        async with AsyncRolloutClient(address(server), timeout_s=30) as client:
+            yield client
 
 
 def fit(size_of: Any, target: int) -> int:

@@ -45,24 +45,31 @@ def dashboard(
     address: Annotated[
         str | None, typer.Option(help="The service that sampled, with server.debug=true: explain asks it.")
     ] = None,
+    tls_certificate: Annotated[Path | None, typer.Option(help="PEM file of a certificate chain: serve https.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file of its private key.")] = None,
+    allow_insecure: Annotated[
+        bool, typer.Option("--allow-insecure", help="Plain http beyond loopback, on a network you trust.")
+    ] = False,
     config: Config = None,
     overrides: Overrides = None,
 ) -> None:
     """Show recorded runs in a browser, live. Settings are those that ``explain``, run from the page, is to use."""
     require_extra()
     from trainer_bridge.dashboard.explain import default_explainer
-    from trainer_bridge.dashboard.serve import access_token, bind, page_address, serve
+    from trainer_bridge.dashboard.serve import access_token, bind, page_address, page_tls, serve
 
     verbs = _verbs()
+    tls = page_tls(host, tls_certificate, tls_key, allow_insecure=allow_insecure)
     wanted = access_token(host, token)
     given = ["--config", str(config)] if config is not None else []
     listener = bind(host, port)
-    typer.echo(f"dashboard of {folder} at {page_address(listener, wanted)}")
+    typer.echo(f"dashboard of {folder} at {page_address(listener, wanted, tls)}")
     serve(
         folder,
         listener,
         token=wanted,
         explainer=default_explainer(verbs, [*given, *(overrides or [])], address=address),
+        tls=tls,
     )
 
 

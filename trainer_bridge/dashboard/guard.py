@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Mapping
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rollout.secret import Secret
 
 _HEADERS: Mapping[str, str] = {
     "content-security-policy": (
@@ -26,7 +27,8 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, *, token: str | None) -> None:
-        self._app, self._token = app, token
+        self._app = app
+        self._token = None if token is None else Secret.of(token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a call on with the headers every answer carries, or refuse it."""
@@ -35,7 +37,9 @@ class Guard:
             return
         refusal = self._refusal(Headers(scope=scope), scope["path"])
         if refusal is not None:
-            await JSONResponse({"error": refusal}, status_code=401 if self._token else 403)(scope, receive, send)
+            await JSONResponse({"error": refusal}, status_code=403 if self._token is None else 401)(
+                scope, receive, send
+            )
             return
 
         async def send_with_headers(message: Message) -> None:
@@ -48,7 +52,7 @@ class Guard:
     def _refusal(self, headers: Headers, path: str) -> str | None:
         if self._token is not None:
             given = headers.get("authorization", "").removeprefix("Bearer ")
-            if path.startswith("/api/") and not hmac.compare_digest(given.encode(), self._token.encode()):
+            if path.startswith("/api/") and not self._token.matches(given):
                 return "this dashboard needs its token: open the address that `zerodrift dashboard` printed"
             return None
         host = headers.get("host", "").rsplit(":", 1)[0].strip("[]")

@@ -6,9 +6,12 @@ import contextlib
 import logging
 import secrets
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -44,18 +47,50 @@ def access_token(host: str, token: str | None) -> str | None:
     return secrets.token_urlsafe(24)
 
 
-def page_address(listener: socket.socket, token: str | None) -> str:
+@dataclass(frozen=True, slots=True)
+class PageTls:
+    """Files of the dashboard's https; both PEM."""
+
+    certificate: Path
+    key: Path
+
+
+def page_tls(host: str, certificate: Path | None, key: Path | None, *, allow_insecure: bool) -> PageTls | None:
+    """The https to serve with; None for plain http, which beyond loopback must be asked for.
+
+    Raises:
+        ConfigError: half a pair, files that do not fit, or plain http beyond loopback without a word.
+    """
+    if (certificate is None) != (key is None):
+        raise ConfigError("--tls-certificate and --tls-key belong together; give both, or neither", field="tls_key")
+    if certificate is not None and key is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+        except OSError as error:  # ssl.SSLError is one
+            raise ConfigError(f"--tls-certificate {certificate} with --tls-key {key}: {error}") from error
+        return PageTls(certificate, key)
+    if not allow_insecure and not is_loopback(host):
+        raise ConfigError(
+            f"--host {host} is reachable from outside, and without TLS anyone on the way reads the token and all that "
+            "is shown; give --tls-certificate and --tls-key, use 127.0.0.1 behind a proxy, or say --allow-insecure",
+            field="host",
+        )
+    return None
+
+
+def page_address(listener: socket.socket, token: str | None, tls: PageTls | None = None) -> str:
     """What to open. The token travels in the fragment, which browsers do not send to any server."""
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{port}/" + (f"#token={token}" if token else "")
+    return f"{'http' if tls is None else 'https'}://{shown}:{port}/" + (f"#token={token}" if token else "")
 
 
 class Server(uvicorn.Server):
     """Ends the event streams before it waits for connections: they would never end by themselves."""
 
-    def __init__(self, app: Starlette) -> None:
-        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+    def __init__(self, app: Starlette, tls: PageTls | None = None) -> None:
+        files: dict[str, Any] = {} if tls is None else {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
+        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, **files))
         self._watcher: Watcher = app.state.watcher
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -64,15 +99,24 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def make_server(root: Path, *, token: str | None, explainer: Explainer | None = None) -> Server:
+def make_server(
+    root: Path, *, token: str | None, explainer: Explainer | None = None, tls: PageTls | None = None
+) -> Server:
     """A server of the runs under ``root``."""
     app = build_app(root, token=token, explainer=explainer)
-    return Server(app)
+    return Server(app, tls)
 
 
-def serve(root: Path, listener: socket.socket, *, token: str | None, explainer: Explainer | None = None) -> None:
+def serve(
+    root: Path,
+    listener: socket.socket,
+    *,
+    token: str | None,
+    explainer: Explainer | None = None,
+    tls: PageTls | None = None,
+) -> None:
     """Serve until SIGINT or SIGTERM."""
-    make_server(root, token=token, explainer=explainer).run(sockets=[listener])
+    make_server(root, token=token, explainer=explainer, tls=tls).run(sockets=[listener])
 
 
 @contextlib.contextmanager

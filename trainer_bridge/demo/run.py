@@ -31,6 +31,7 @@ from trainer_bridge.report import verdict
 from trainer_bridge.rollout_record import RolloutRecord
 from trainer_bridge.trainer import ScoredBatch, TrainedSample, Trainer, group_advantages
 from trainer_bridge.wire import GenerateResult
+from trainer_bridge.wire.channel import ClientSecurity
 
 if TYPE_CHECKING:
     from trainer_bridge.demo.recording import Recording
@@ -67,6 +68,7 @@ class DemoRun:
 
     def __init__(self, service: Service, settings: Settings, options: DemoOptions, view: View) -> None:
         self._service = service
+        self._security = ClientSecurity.towards(None, settings.server)
         self._options = options
         self._view = view
         kernels = kernels_of(settings)
@@ -90,7 +92,7 @@ class DemoRun:
         self._recording = recording
         start = time.monotonic()
         steps: list[StepRecord] = []
-        async with AsyncRolloutClient(self._service.address) as client:
+        async with AsyncRolloutClient(self._service.address, security=self._security) as client:
             info = await client.info()
             for step in range(self._options.steps):
                 known = len(self._findings)

@@ -94,6 +94,7 @@ def replay(
     from trainer_bridge.explain.source import read_samples
     from trainer_bridge.replay import Replay, replay_records
     from trainer_bridge.single_use import service_address
+    from trainer_bridge.wire.channel import ClientSecurity
 
     samples = read_samples(rollouts, step)
     records = [sample.record for sample in samples]
@@ -102,7 +103,8 @@ def replay(
 
     async def run() -> list[Replay]:
         async with service_address(address, settings) as where:
-            return await replay_records(records, where, weights_digest=weights_digest)
+            security = ClientSecurity.towards(address, settings.server)
+            return await replay_records(records, where, weights_digest=weights_digest, security=security)
 
     results = asyncio.run(run())
     for result in results:
@@ -134,8 +136,9 @@ def _rollout_side(address: str | None, path: str, settings: Any, replica: str | 
         yield _model_side("rollout", settings, path)
         return
     from trainer_bridge.explain.server_side import ServerSide
+    from trainer_bridge.wire.channel import ClientSecurity
 
-    with ServerSide(address, replica=replica or "") as side:
+    with ServerSide(address, replica=replica or "", security=ClientSecurity.from_environment()) as side:
         yield side
 
 

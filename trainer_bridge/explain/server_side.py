@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
-import grpc
 import torch
 
 from rollout.codec.debug import tensor_from_bytes, trace_from_proto, trace_request_to_proto
@@ -21,7 +20,8 @@ from trainer_bridge.collect import records_of
 from trainer_bridge.replay import replay_request
 from trainer_bridge.rollout_record import RolloutRecord
 from trainer_bridge.wire import translated
-from trainer_bridge.wire.request import DEFAULT_MAX_MESSAGE_BYTES, channel_options
+from trainer_bridge.wire.channel import PLAIN, AuthorizedStub, ClientSecurity, open_channel
+from trainer_bridge.wire.request import DEFAULT_MAX_MESSAGE_BYTES
 
 TIMEOUT_S = 300.0
 
@@ -29,14 +29,17 @@ TIMEOUT_S = 300.0
 class ServerSide:
     """One replica of a service. Close it, or use it as a context manager."""
 
-    def __init__(self, address: str, *, replica: str = "", name: str = "rollout") -> None:
-        """``replica``: the one that sampled; empty: the first."""
+    def __init__(
+        self, address: str, *, replica: str = "", name: str = "rollout", security: ClientSecurity = PLAIN
+    ) -> None:
+        """``replica``: the one that sampled; empty: the first. The service asks for the role control."""
         self.name = name
         self._replica = replica
-        self._client = RolloutClient(address)
+        self._client = RolloutClient(address, security=security)
         self._info = self._client.info(tensor_digests=True)
-        self._channel = grpc.insecure_channel(address, options=channel_options(DEFAULT_MAX_MESSAGE_BYTES))
-        self._stub = debug_pb2_grpc.DebugServiceStub(self._channel)
+        self._channel = open_channel(address, security, DEFAULT_MAX_MESSAGE_BYTES)
+        stub = AuthorizedStub(debug_pb2_grpc.DebugServiceStub(self._channel), security)
+        self._stub = cast("debug_pb2_grpc.DebugServiceStub", stub)
         self.paths: tuple[str, ...] = ("fused", "modules") if self._has_fused() else ("modules",)
 
     def _has_fused(self) -> bool:

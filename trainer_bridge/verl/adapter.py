@@ -15,7 +15,6 @@ from verl.workers.rollout.utils import ensure_async_iterator
 
 from rollout.errors import UnsupportedFeature
 from rollout.types import ServerInfo, UpdatePolicy
-from trainer_bridge.aio_client import AsyncRolloutClient
 from trainer_bridge.verl.align_state import aligned_process, trainer_manifest
 from trainer_bridge.verl.options import NAME, read_options
 from trainer_bridge.verl.replica import server_name
@@ -105,7 +104,7 @@ class ServerAdapter(BaseRollout):
             )
 
     async def _send(self, address: str, listed: list[tuple[str, torch.Tensor]], step: int) -> None:
-        async with AsyncRolloutClient(address, timeout_s=self.options.timeout_s) as client:
+        async with self.options.client(address) as client:
             info = await client.info()
             if not self._checked:
                 self._check(info)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import ray
 import torch
+from pydantic import TypeAdapter
 from ray.exceptions import RayActorError
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
@@ -26,6 +27,7 @@ from trainer_bridge.verl.adapter import DIRECT
 from trainer_bridge.verl.align_state import aligned_process, trainer_manifest
 from trainer_bridge.verl.options import NAME
 from trainer_bridge.verl.sync import check_manifests, push_weights
+from trainer_bridge.wire.channel import ClientSecurity
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,8 @@ class GrpcCheckpointEngine(CheckpointEngine):
 
     Args:
         is_master: set by verl on the trainer's ranks, True on rank 0; None on rollout workers.
-        handshake, update_policy, timeout_s: as in ``VerlOptions``; from ``checkpoint_engine.engine_kwargs.zerodrift``.
+        handshake, update_policy, timeout_s, security: as in ``VerlOptions``; from
+            ``checkpoint_engine.engine_kwargs.zerodrift``.
     """
 
     wire_format = DIRECT
@@ -48,11 +51,13 @@ class GrpcCheckpointEngine(CheckpointEngine):
         handshake: Mode = "strict",
         update_policy: str = "wait",
         timeout_s: float = 3600.0,
+        security: Mapping[str, Any] | None = None,
     ) -> None:
         self._sends = bool(is_master)
         self._handshake: Mode = handshake
         self._policy = UpdatePolicy(update_policy)
         self._timeout_s = timeout_s
+        self._security = TypeAdapter(ClientSecurity | None).validate_python(security and dict(security))
         self._checked = False
 
     def prepare(self) -> dict[str, Any]:
@@ -98,7 +103,7 @@ class GrpcCheckpointEngine(CheckpointEngine):
         try:
             # verl also syncs within a step, without naming it.
             step: int = await server.get_global_steps.remote() if global_steps is None else int(global_steps)
-            async with AsyncRolloutClient(address, timeout_s=self._timeout_s) as client:
+            async with AsyncRolloutClient(address, timeout_s=self._timeout_s, security=self._security) as client:
                 info = await client.info()
                 if not self._checked:
                     check_manifests(info, trainer_manifest(), self._handshake)

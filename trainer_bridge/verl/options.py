@@ -8,6 +8,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollout.errors import ConfigError
+from trainer_bridge.aio_client import AsyncRolloutClient
+from trainer_bridge.wire.channel import ClientSecurity
 
 NAME = "zerodrift"
 """``rollout.name``, and the key in ``engine_kwargs``."""
@@ -20,6 +22,8 @@ class VerlOptions(BaseModel):
 
     addresses: tuple[str, ...] = ()
     """host:port of running services; replica k uses number k modulo their count. Empty: each replica hosts one."""
+    security: ClientSecurity | None = None
+    """TLS and token towards the services: ca, certificate, key, server_name, token, token_file, allow_insecure."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Sections of ``rollout.config.Settings`` for a hosted service; model path and dtype come from verl."""
     run_seed: int | None = None
@@ -40,6 +44,10 @@ class VerlOptions(BaseModel):
     """CPUs that a server actor asks Ray for."""
     resources: dict[str, float] = Field(default_factory=dict)
     """Further Ray resources of a server actor that hosts a service, such as {"NPU": 1}."""
+
+    def client(self, address: str) -> AsyncRolloutClient:
+        """A client of one service, with deadline and security as given."""
+        return AsyncRolloutClient(address, timeout_s=self.timeout_s, security=self.security)
 
 
 def read_options(engine_kwargs: Mapping[str, Any] | None) -> VerlOptions:

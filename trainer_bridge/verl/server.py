@@ -9,7 +9,6 @@ import numpy as np
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout.errors import ReplicaUnavailable, UnsupportedFeature
-from trainer_bridge.aio_client import AsyncRolloutClient
 from trainer_bridge.verl.hosted import HostedService, hosted_settings
 from trainer_bridge.verl.options import VerlOptions
 from trainer_bridge.verl.sampling import LengthBudget
@@ -51,7 +50,7 @@ class ZerodriftServer:
             )
             self._hosted = HostedService(settings)
             self._address = await self._hosted.start()
-        client = AsyncRolloutClient(self._address, timeout_s=self._options.timeout_s)
+        client = self._options.client(self._address)
         info = await client.info()
         budget = LengthBudget(
             self._model["prompt_length"], self._model["response_length"], self._model["context_length"]

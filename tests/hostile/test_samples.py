@@ -1,0 +1,100 @@
+"""Small samples of `make fuzz`, `make load` and `make soak-service`, and that their verdicts can fail."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import grpc
+import pytest
+
+from rollout.config import Settings
+from rollout.errors import CapacityExceeded
+from rollout.serving import running_service
+from rollout.types import UpdatePolicy
+from tests.hostile import fuzz, soak, streams
+from tests.hostile.calls import HostileCall, Outcome
+from tests.hostile.child import Reading, child_settings
+from tests.services import check_pages, soon, tensors_of, version_path
+from trainer_bridge.aio_client import AsyncRolloutClient
+
+IDLE = Reading(rss=100 * 2**20, live=0, held_pages=0, buffered=0, tasks=15)
+
+
+def tiny(path: Path, **engine: int) -> Settings:
+    settings = child_settings(path.parent, **engine)
+    return Settings.model_validate(settings | {"model": settings["model"] | {"path": str(path)}})
+
+
+def test_fuzz_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tally, early, late, same = fuzz.fuzz(tmp_path, 300, seed=7)
+    # So short a run says nothing about growth; everything else must hold.
+    assert fuzz.report(tally, early, Reading(early.rss, late.live, late.held_pages, late.buffered, late.tasks), same)
+    assert tally.calls == 300 and {"OK", "INVALID_ARGUMENT", "UNAUTHENTICATED"} <= tally.codes.keys()
+    assert "faults: 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "fault"),
+    [
+        ("OK", "", ""),
+        ("INVALID_ARGUMENT", "n = 0 is outside [1, 16] (server.max_n)", ""),
+        ("INTERNAL", "internal error, id=ab12", ""),
+        ("INTERNAL", "internal error, id=other", "not in the log"),
+        ("INTERNAL", "something broke", "without an id"),
+        ("UNKNOWN", "Unexpected", "blames"),
+        ("UNAVAILABLE", "Socket closed", "blames"),
+        ("INVALID_ARGUMENT", 'File "x", line 3', "internals"),
+        ("NOT_FOUND", "/home/someone/model", "internals"),
+    ],
+)
+def test_what_counts_as_a_fault(tmp_path: Path, code: str, details: str, fault: str) -> None:
+    log = tmp_path / "log"
+    log.write_text("ERROR internal error in /x, id=ab12\n")
+    call = HostileCall("/x", (), (), "read")
+    found = fuzz.fault_of(call, Outcome(grpc.StatusCode[code], details, False), log)
+    assert bool(found) == bool(fault) and fault in found
+
+
+def test_a_bad_run_is_not_reported_as_good() -> None:
+    tally = fuzz.Tally(codes=Counter(OK=10))
+    assert fuzz.report(tally, IDLE, IDLE, True)
+    assert not fuzz.report(tally, IDLE, IDLE, False)
+    assert not fuzz.report(tally, IDLE, Reading(106 * 2**20, 0, 0, 0, 15), True)
+    assert not fuzz.report(tally, IDLE, Reading(100 * 2**20, 0, 1, 0, 15), True)
+    assert not fuzz.report(fuzz.Tally(codes=Counter(OK=10), faults=["x"]), IDLE, IDLE, True)
+    whole = {"outcomes": Counter({"whole": 5, "refused, came back": 2}), "refusals": [], "seconds": 1.0}
+    assert streams.report(5, whole, [0.01], IDLE)
+    for bad in ({"whole": 4}, {"whole": 5, "cut short": 1}, {"whole": 4, "UNAVAILABLE gone": 1}):
+        assert not streams.report(5, whole | {"outcomes": Counter(bad)}, [0.01], IDLE)
+
+
+async def test_load_sample(tiny_qwen3_path: Path) -> None:
+    """Eight times as many streams as fit: every refusal says when to come back, and each stream is answered once."""
+    settings = tiny(tiny_qwen3_path, max_running=4, max_waiting=6, max_waiting_per_client=6)
+    async with running_service(settings, in_process=True) as service:
+        found = await soon(streams.crowd(service.address, 80))
+        async with AsyncRolloutClient(service.address) as client:
+            await client.info()
+        check_pages(service)
+        assert service.pool.num_live == service.pool._buffers.waiting_bytes == 0
+    assert found["outcomes"]["whole"] == 80 and found["outcomes"]["refused, came back"] > 0
+    assert set(found["outcomes"]) == {"whole", "refused, came back"}
+
+
+async def test_a_refusal_without_retry_info_would_be_seen() -> None:
+    error = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), grpc.aio.Metadata(), "full")
+    assert streams.retry_of(error) is None and CapacityExceeded.code == "RESOURCE_EXHAUSTED"
+
+
+async def test_soak_sample(tiny_qwen3_path: Path) -> None:
+    counts: Counter[str] = Counter()
+    weights = [tensors_of(tiny_qwen3_path), tensors_of(version_path(tiny_qwen3_path, 5))]
+    async with running_service(tiny(tiny_qwen3_path, max_waiting=16), in_process=True) as service:
+        await soon(soak.traffic(service.address, 2.0, 3, weights, 1, counts))
+        async with AsyncRolloutClient(service.address) as client:
+            for replica in (await client.info()).replicas:
+                assert replica.weights.version == len(UpdatePolicy)
+        assert service.pool._buffers.waiting_bytes == 0
+    assert {"generate", "score", "leave", "bad ended by InvalidRequest"} <= counts.keys()
+    assert sum(count for kind, count in counts.items() if kind.startswith("update")) == len(UpdatePolicy)
