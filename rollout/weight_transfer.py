@@ -1,8 +1,8 @@
 """C4: weights through Ray's object store. The sender's actor hands out references; bytes go from node to node by Ray.
 
 Only references pass through the actor and the server: a bucket is written once into the sender's object store and read
-by every replica from its own node's. What a reference leads to was pickled inside the cluster, by a process that could run
-code on it anyway; nothing of the kind is ever taken from gRPC.
+by every replica from its own node's. What a reference leads to was pickled inside the cluster, by a process that could
+run code on it anyway; nothing of the kind is ever taken from gRPC.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TAKE_S = 5.0
 
 
 class TransferActor:
-    """What a sender runs as a Ray actor without a CPU. ``offer`` and ``finish`` are the sender's, ``take`` the server's."""
+    """A sender's Ray actor, without a CPU. ``begin``, ``offer`` and ``finish`` are the sender's, ``take`` the server's."""
 
     def __init__(self) -> None:
         self._buckets: deque[list[Any]] = deque()
@@ -86,7 +86,7 @@ async def taken(name: str, namespace: str) -> AsyncIterator[Any]:
     """References of a transfer's buckets, in order.
 
     Raises:
-        UnsupportedFeature: this server is not in a Ray cluster. WeightUpdateError: no such transfer, or its sender died.
+        UnsupportedFeature: this server is in no Ray cluster. WeightUpdateError: no such transfer, or its sender died.
     """
     if not ray.is_initialized():
         raise UnsupportedFeature(

@@ -242,7 +242,7 @@ class Worker:
         await asyncio.get_running_loop().run_in_executor(None, self._thread.stage_chunks, chunks)
 
     async def stage_bucket(self, bucket: list[Any]) -> None:
-        """``stage_chunks`` of the chunks behind one reference; its bytes are read where this node's object store has them."""
+        """``stage_chunks`` of what one reference leads to; its bytes stay where this node's object store has them."""
         await asyncio.get_running_loop().run_in_executor(None, lambda: self._thread.stage_chunks(bucket_of(bucket[0])))
 
     async def verify_stage(self, digest: str = "") -> None:

@@ -51,7 +51,7 @@ def verify_replicas(info: ServerInfo, expected: Mapping[str, str] | None) -> tup
 
     Args:
         info: asked for with ``tensor_digests=True``.
-        expected: parameter name -> digest, hex; None: the replicas are compared with the first and with what they claim.
+        expected: parameter name -> digest, hex; None: the first replica's. What a replica claims is always checked.
 
     Raises:
         InvalidRequest: no replica sent digests.
@@ -77,7 +77,7 @@ def _judge(replica: ReplicaDigests, wanted: Mapping[str, str]) -> ReplicaVerdict
 
 
 def folder_digests(folder: Path, dtype: torch.dtype, *, tied: bool) -> dict[str, str]:
-    """Digests of a checkpoint folder as a service holds it: floating tensors cast once to its dtype; one tensor at a time.
+    """Digests of a checkpoint folder as a service holds it: floating tensors cast once to its dtype, one at a time.
 
     Args:
         dtype: the served dtype.
