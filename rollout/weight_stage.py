@@ -1,7 +1,7 @@
 """C4: one update beside the weights being served, until it is whole and proven; then its commit.
 
-The buckets themselves are the second copy: a stage keeps what came (with Ray: views of the node's object store, which its
-replicas share) and copies it once, at the commit. Bytes are hashed and looked through for NaN as they come.
+The buckets themselves are the second copy: a stage keeps what came (with Ray: views of the node's object store, shared
+by its replicas) and copies it once, at the commit. Bytes are hashed and looked through for NaN as they come.
 """
 
 from __future__ import annotations

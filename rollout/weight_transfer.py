@@ -27,7 +27,7 @@ _TAKE_S = 5.0
 
 
 class TransferActor:
-    """A sender's Ray actor, without a CPU. ``begin``, ``offer`` and ``finish`` are the sender's, ``take`` the server's."""
+    """A sender's Ray actor, without a CPU: ``take`` is for the server, the other methods for the sender."""
 
     def __init__(self) -> None:
         self._buckets: deque[list[Any]] = deque()
