@@ -16,7 +16,7 @@ from trainer_bridge.cli import register
 
 VERBS = {
     "certify", "compare", "config", "dashboard", "demo", "doctor", "explain", "explain-recorded", "generate", "kernels",
-    "manifest", "replay", "runs", "serve", "submit",
+    "manifest", "replay", "runs", "serve", "submit", "weights",
 }  # fmt: skip
 if not any(c.callback is not None and c.callback.__name__ == "demo" for c in cli.app.registered_commands):
     register(cli.app)
