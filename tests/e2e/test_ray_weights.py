@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import ray
 from rollout.errors import WeightUpdateError
 from rollout.serving import running_service
 from rollout.types import GenerateRequest, WeightState
+from tests.fakes.ray_trainer import Trainer
 from tests.rollout.updates import digest_over
 from tests.services import PROMPT, bits, sampling, tensors_of, tiny_settings, version_path
 from trainer_bridge.aio_client import AsyncRolloutClient
@@ -20,34 +20,6 @@ from trainer_bridge.client import RolloutClient
 from trainer_bridge.ray_weights import RayWeights
 
 pytestmark = pytest.mark.ray
-
-
-class Trainer:
-    """A trainer's process; ``stuck`` resolves once it stands in the middle of a push that will never end."""
-
-    def __init__(self, address: str, namespace: str) -> None:
-        self._client = RolloutClient(address, timeout_s=60)
-        self._weights = RayWeights(self._client, namespace=namespace)
-        self._stuck = threading.Event()
-
-    def push(self, path: Path, version: int) -> WeightState:
-        return self._weights.push(tensors_of(path), version=version, bucket_bytes=4096)
-
-    def push_half(self, path: Path, version: int) -> None:
-        offer, left = self._weights._offer, [6]
-
-        def slow(*args: Any) -> None:
-            left[0] -= 1
-            if left[0] == 0:
-                self._stuck.set()
-                threading.Event().wait()
-            offer(*args)
-
-        self._weights._offer = slow  # type: ignore[method-assign]
-        self.push(path, version)
-
-    def stuck(self) -> bool:
-        return self._stuck.wait(30)
 
 
 async def test_a_trainer_in_the_cluster(ray_cluster: Any, tiny_qwen3_path: Path) -> None:

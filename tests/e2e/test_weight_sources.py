@@ -1,4 +1,4 @@
-"""Weight sets from a folder, and streams that end badly, over gRPC on two replicas: new bits everywhere, or the old ones."""
+"""Weight sets from folders, and streams that end badly, over gRPC on two replicas: new bits everywhere, or the old."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ async def test_without_a_root_no_folder_is_read(tiny_qwen3_path: Path, new: Tens
 
 async def test_without_ray_there_is_no_transfer(tiny_qwen3_path: Path, new: Tensors) -> None:
     async with tiny_service(tiny_qwen3_path) as (service, _):
-        with pytest.raises((UnsupportedFeature, WeightUpdateError), match="transfer|without Ray"):
+        with pytest.raises((UnsupportedFeature, WeightUpdateError), match=r"transfer|without Ray"):
             await send(service, head(new, transfer="zerodrift-transfer-" + "0" * 32 + "/1"))
 
 
@@ -184,10 +184,8 @@ async def test_a_silent_sender_is_not_waited_for(tiny_qwen3_path: Path, new: Ten
     silent = asyncio.Event()
 
     async def half() -> AsyncIterator[pb.UpdateWeightsRequest]:
-        for message in list(update_messages(plan_update(new, version=1, digest="ab", policy=UpdatePolicy.WAIT), new))[
-            :1
-        ]:
-            yield message
+        update = plan_update(new, version=1, digest="ab", policy=UpdatePolicy.WAIT)
+        yield next(iter(update_messages(update, new)))
         await silent.wait()
 
     async with tiny_service(tiny_qwen3_path, replicas=2, weights={"idle_s": 0.2}) as (service, client):

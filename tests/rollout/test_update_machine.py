@@ -1,4 +1,4 @@
-"""C4 as a state machine: whatever is sent, refused, interrupted or broken, every replica in rotation holds one whole set.
+"""C4 as a state machine: whatever is sent, refused, cut off or broken, every replica in rotation holds one whole set.
 
 Two replicas in this process, one sender at a time. Hypothesis chooses what the sender does next and what fails; after
 each turn the live tensors of every replica are hashed and scored, and must be those of the version the pool claims.
@@ -309,7 +309,7 @@ def test_no_sequence_of_many_events_mixes_versions(tiny_qwen3_path: Path) -> Non
 
 @pytest.mark.parametrize("fault", ["no digest check", "no fence"])
 def test_the_machine_sees_a_broken_protocol(tiny_qwen3_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """Control: without the last comparison, or with a half-written replica left in rotation, it must find the mixture."""
+    """Control: without the last comparison, or with a half-written replica in rotation, it must find the mixture."""
     if fault == "no digest check":
         verify = WeightStage.verify
 

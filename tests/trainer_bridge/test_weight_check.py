@@ -112,7 +112,7 @@ async def test_digest_of_a_folder(tiny_qwen3_path: Path, tmp_path: Path) -> None
     assert code == 0 and shown.split()[1:] == [str(len(read_digests(tmp_path / "d.json"))), "tensors"]
     assert (
         read_digests(tmp_path / "d.json")[NAME]
-        == dict((n, digest_of(n, t).hex()) for n, t in tensors_of(tiny_qwen3_path))[NAME]
+        == {n: digest_of(n, t).hex() for n, t in tensors_of(tiny_qwen3_path)}[NAME]
     )
 
 
