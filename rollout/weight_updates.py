@@ -58,7 +58,7 @@ async def stage_all(router: Router, intake: Intake) -> str:
         return intake.digest
     finally:
         if staging is not None and not staging.done():
-            # Until a replica is through with its bucket, the stage it fills must not be dropped under it.
+            # Awaited here, since nobody else would ever look at how it ended.
             await to_the_end(_settled(staging))
 
 
