@@ -53,8 +53,7 @@ class Intake:
         async with aclosing(taken(self.update.transfer, self._namespace)) as references:
             while (reference := await self._within(anext(references, None))) is not None:
                 yield reference
-        async for chunk in self._chunks():
-            raise _superfluous(chunk, "transfer")
+        await self._no_chunks("transfer")
 
     async def buckets(self) -> AsyncGenerator[Bucket, None]:
         """Chunks in buckets of at most ``weights.bucket_bytes``, or of one message where that is larger; to the end.
@@ -63,29 +62,39 @@ class Intake:
             RolloutError: as the source raised it, or WeightUpdateError after ``weights.idle_s`` without a part.
         """
         if self.update.folder:
-            async for bucket in self._folder():
-                yield bucket
-        else:
-            bucket, size = [], 0
-            async for chunk in self._chunks():
+            async with aclosing(self._folder()) as buckets:
+                async for bucket in buckets:
+                    yield bucket
+            return
+        bucket, size = [], 0
+        async with aclosing(self._chunks()) as chunks:
+            async for chunk in chunks:
                 # As an array its bytes go to other processes without being copied into a pickle.
                 bucket.append(_as_array(chunk))
                 size += len(chunk.data)
                 if size >= self._settings.bucket_bytes:
                     yield bucket
                     bucket, size = [], 0
-            if bucket:
-                yield bucket
+        if bucket:
+            yield bucket
 
     async def _folder(self) -> AsyncGenerator[Bucket, None]:
-        async for chunk in self._chunks():
-            raise _superfluous(chunk, "folder")
+        await self._no_chunks("folder")
         folder = folder_below(self._settings.root, self.update.folder)
         run = asyncio.get_running_loop().run_in_executor
-        tensors = await run(None, stored_tensors, folder)
+        tensors = await self._within(run(None, stored_tensors, folder))
         buckets: Iterator[Bucket] = read_chunks(tensors, self._settings.bucket_bytes)
-        while (bucket := await run(None, next, buckets, None)) is not None:
+        while (bucket := await self._within(run(None, next, buckets, None))) is not None:
             yield bucket
+
+    async def _no_chunks(self, source: str) -> None:
+        """Read the stream to its end, where a digest may stand and nothing else."""
+        async with aclosing(self._chunks()) as chunks:
+            async for chunk in chunks:
+                raise InvalidRequest(
+                    f"begin.{source} says where the tensors are, and {chunk.name[:200]!r} came over the stream as well",
+                    field=f"begin.{source}",
+                )
 
     async def _chunks(self) -> AsyncGenerator[TensorChunk, None]:
         while (part := await self._within(anext(self._parts, None))) is not None:
@@ -111,10 +120,3 @@ class Intake:
 def _as_array(chunk: TensorChunk) -> TensorChunk:
     data = np.frombuffer(chunk.data, np.uint8) if len(chunk.data) else np.empty(0, np.uint8)
     return TensorChunk(chunk.name, chunk.dtype, chunk.shape, chunk.offset, data)
-
-
-def _superfluous(chunk: TensorChunk, source: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"begin.{source} says where the tensors are, and {chunk.name[:200]!r} came over the stream as well",
-        field=f"begin.{source}",
-    )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ class Counted:
         self.count, self.size = count, size
         self.alive = self.most = self.made = 0
 
-    async def parts(self) -> AsyncIterator[UpdatePart]:
+    async def parts(self) -> AsyncGenerator[UpdatePart, None]:
         for i in range(self.count):
             yield self._chunk(i)
         yield UpdateEnd("ab")
@@ -86,12 +87,13 @@ async def test_a_replica_that_refuses_ends_the_stream_early() -> None:
 async def test_a_cancelled_update_leaves_no_task_behind() -> None:
     counted = Counted(10_000, SIZE)
     router: Any = FakeRouter()
-    task = asyncio.ensure_future(stage_all(router, intake(counted.parts())))
-    while counted.made < 5:
-        await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    async with aclosing(counted.parts()) as parts:
+        task = asyncio.ensure_future(stage_all(router, intake(parts)))
+        while counted.made < 5:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
