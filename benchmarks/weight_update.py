@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import multiprocessing
 import os
 import socket
@@ -86,7 +87,7 @@ class Trainer:
             save_file(tensors, root / str(i) / "model.safetensors")
         self._root, self._port = root, port
         self._client = RolloutClient(address, timeout_s=600)
-        ray.init(address=cluster, namespace="zerodrift-bench", log_to_driver=False, logging_level="error")
+        ray.init(address=cluster, namespace="zerodrift-bench", log_to_driver=False, logging_level=logging.ERROR)
         self._ray = RayWeights(self._client)
         self._version = 0
 

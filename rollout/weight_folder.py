@@ -201,7 +201,7 @@ def _opened(tensor: StoredTensor) -> BinaryIO:
 
 
 def _fill(stream: BinaryIO, part: npt.NDArray[np.uint8], tensor: StoredTensor) -> None:
-    view, at = memoryview(part), 0
+    view, at = part.data, 0
     while at < part.size:
         count = stream.readinto(view[at:])  # type: ignore[attr-defined]  # a buffered file has it
         if not count:

@@ -22,7 +22,7 @@ from rollout.weight_names import Meaning, NameRules
 from rollout.weights import TensorHasher, byte_view, digest_of, dtype_name, root_digest, tensor_bytes
 
 Bytes = npt.NDArray[np.uint8]
-_EXPONENTS = {
+_EXPONENTS: dict[str, tuple[Any, int]] = {
     "bfloat16": (np.uint16, 0x7F80),
     "float16": (np.uint16, 0x7C00),
     "float32": (np.uint32, 0x7F800000),
@@ -234,9 +234,9 @@ class WeightStage:
             words = f"follows from the config, where {meaning.buffer} is"
         else:
             source = self._sources[meaning.same_as]
-            own = b"".join(source.incoming.within(source.start, source.start + incoming.size))
+            own = b"".join(p.data for p in source.incoming.within(source.start, source.start + incoming.size))
             words = f"is tied to {meaning.same_as}"
-        if b"".join(incoming.within(0, incoming.size)) != own:
+        if b"".join(p.data for p in incoming.within(0, incoming.size)) != own:
             raise WeightUpdateError(f"{incoming.name} {words} but arrived with other bytes", field=incoming.name)
 
     def _canonical_digest(self, name: str, digests: dict[str, bytes]) -> bytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import ray
@@ -82,7 +82,7 @@ class TransferActor:
             return bucket
 
 
-async def taken(name: str, namespace: str) -> AsyncIterator[Any]:
+async def taken(name: str, namespace: str) -> AsyncGenerator[Any, None]:
     """References of a transfer's buckets, in order.
 
     Raises:
