@@ -139,18 +139,20 @@ def _chunk_from_proto(message: pb.TensorChunk, field: str) -> TensorChunk:
     if min(shape, default=0) < 0:
         raise InvalidRequest(f"{field}.shape = {list(shape)} of {message.name} is negative", field=f"{field}.shape")
     size = prod(shape) * DTYPES[dtype][1]
-    end = message.offset + len(message.data)
+    # Every look at a bytes field copies it.
+    data = message.data
+    end = message.offset + len(data)
     if message.offset < 0 or end > size:
         raise InvalidRequest(
             f"{field} holds bytes [{message.offset}, {end}) of {message.name}, which has {size} "
             f"({dtype} {list(shape)})",
             field=f"{field}.data",
         )
-    if not message.data and size:
+    if not data and size:
         raise InvalidRequest(
             f"{field} holds no bytes of {message.name}, which has {size}; leave such a chunk out", field=f"{field}.data"
         )
-    return TensorChunk(name=message.name, dtype=dtype, shape=shape, offset=message.offset, data=message.data)
+    return TensorChunk(name=message.name, dtype=dtype, shape=shape, offset=message.offset, data=data)
 
 
 def weights_to_proto(state: WeightState) -> pb.WeightState:
