@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,16 @@ def update_messages(
     """
     if bucket_bytes < 1:
         raise InvalidRequest(f"bucket_bytes = {bucket_bytes} must be >= 1", field="bucket_bytes")
-    return _messages(update, tensors, bucket_bytes)
+    return _ahead(_messages(update, tensors, bucket_bytes))
+
+
+def _ahead(messages: Iterator[pb.UpdateWeightsRequest]) -> Iterator[pb.UpdateWeightsRequest]:
+    """The same, each made by a thread while the one before it is sent: gRPC asks for one at a time."""
+    with ThreadPoolExecutor(1, thread_name_prefix="zerodrift-update") as thread:
+        coming = thread.submit(next, messages, None)
+        while (message := coming.result()) is not None:
+            coming = thread.submit(next, messages, None)
+            yield message
 
 
 def _messages(
