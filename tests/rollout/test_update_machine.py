@@ -234,6 +234,13 @@ class UpdateMachine(RuleBasedStateMachine):
         assert {a.scores[0].logprobs.tobytes() for a in answers} == {self.scores[self.seed]}
         assert {a.weight_version for a in answers} == {self.version}
 
+    @precondition(lambda self: not any(self.alive))
+    @rule()
+    def nobody_serves(self) -> None:
+        """After the last replica broke in a commit: a typed error, and no bits."""
+        with pytest.raises(ReplicaUnavailable):
+            self.run(scores_of(self.pool))
+
     # ---- what must hold -----------------------------------------------------------------------------------------
 
     def must_fail(self) -> None:
@@ -315,7 +322,7 @@ def explore(base: Path, examples: int, steps: int, phases: tuple[Phase, ...] = t
 
 
 def test_no_sequence_of_events_mixes_versions(tiny_qwen3_path: Path) -> None:
-    explore(tiny_qwen3_path, 12, 25)
+    explore(tiny_qwen3_path, 10, 20)
 
 
 @pytest.mark.slow
@@ -345,4 +352,4 @@ def test_the_machine_sees_a_broken_protocol(tiny_qwen3_path: Path, monkeypatch: 
         monkeypatch.setattr(WeightStage, "commit", forgetful)
     # Found is enough: nothing is made of the smallest case.
     with pytest.raises((AssertionError, pytest.fail.Exception)):
-        explore(tiny_qwen3_path, 40, 25, (Phase.generate,))
+        explore(tiny_qwen3_path, 40, 20, (Phase.generate,))
