@@ -57,7 +57,7 @@ async def stage_all(router: Router, intake: Intake) -> str:
             await staging
         return intake.digest
     finally:
-        if staging is not None and not staging.done():
+        if staging is not None:
             # Awaited here, since nobody else would ever look at how it ended.
             await to_the_end(_settled(staging))
 
