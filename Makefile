@@ -168,6 +168,9 @@ bench-peers: ## environments of vLLM and SGLang for the benchmarks, in .peers/ (
 bench-publish: setup ## take the results in out/bench into the repository, the README and docs/performance.md
 	@$(BIN)/python -m benchmarks.publish out/bench
 
+bench-weights: setup ## a weight update to two replicas beside a plain copy of the same bytes
+	@$(BIN)/python -m benchmarks.weight_update
+
 bench-dashboard: setup $(CHROMIUM) ## 10 million token rows: first paint and every view, in Chromium
 	@$(BIN)/python -m benchmarks.dashboard
 

@@ -13,8 +13,8 @@ from rollout.types import (
     ScoreRequest,
     ScoreResult,
     ServerInfo,
-    TensorChunk,
     TokenChunk,
+    UpdatePart,
     WeightState,
     WeightUpdate,
 )
@@ -38,8 +38,11 @@ class Backend(Protocol):
         """Log-probs of given sequences by prefill, all under one weight version."""
         ...
 
-    async def update_weights(self, update: WeightUpdate, chunks: AsyncIterator[TensorChunk]) -> WeightState:
-        """All replicas serve the new version when this returns, or none does and it raises."""
+    async def update_weights(self, update: WeightUpdate, chunks: AsyncIterator[UpdatePart]) -> WeightState:
+        """All replicas serve the new version when this returns, or none does and it raises.
+
+        Chunks come only where the head names no other source; an ``UpdateEnd`` comes last where it has no digest.
+        """
         ...
 
     async def abort(self, request_id: str) -> int:
@@ -55,7 +58,7 @@ class Backend(Protocol):
         ...
 
     async def info(self, *, tensor_digests: bool = False) -> ServerInfo:
-        """Describe the service; ``tensor_digests`` also hashes every tensor being served."""
+        """Describe the service; ``tensor_digests`` also hashes every tensor that each replica holds."""
         ...
 
     def encode(self, text: str) -> tuple[int, ...]:

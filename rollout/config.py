@@ -130,6 +130,16 @@ class ServerSettings(RequestLimits, AccessSettings):
         return self
 
 
+class WeightSettings(_Section):
+    """Weight updates."""
+
+    root: str | None = Field(
+        None, description="Folder below which an update may name a folder to read; null: none may. See docs/weights.md."
+    )
+    bucket_bytes: int = Field(33554432, ge=4096, description="Bytes that are passed on to the replicas at a time.")
+    idle_s: float = Field(60, gt=0, description="Seconds without a part of an update until it is withdrawn.")
+
+
 class RaySettings(_Section):
     """The Ray cluster."""
 
@@ -166,6 +176,7 @@ class Settings(_Section):
     engine: EngineSettings = EngineSettings()
     worker: WorkerSettings = WorkerSettings()
     server: ServerSettings = ServerSettings()
+    weights: WeightSettings = WeightSettings()
     ray: RaySettings = RaySettings()
     metrics: MetricsSettings = MetricsSettings()
     log: LogSettings = LogSettings()

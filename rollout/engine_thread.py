@@ -17,7 +17,7 @@ from rollout.errors import ReplicaUnavailable, RolloutError, WeightUpdateError
 from rollout.events import Event, FailureEvent
 from rollout.outbox import Outbox
 from rollout.types import TensorChunk, UpdatePolicy, WeightState, WeightUpdate
-from rollout.weights import WeightStage
+from rollout.weight_stage import WeightStage
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,6 +48,7 @@ class EngineThread:
         self._draining: Future[None] | None = None
         self._stage: WeightStage | None = None
         self._broken: RolloutError | None = None
+        self._doomed: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="zerodrift-engine", daemon=True)
 
     def start(self) -> None:
@@ -113,9 +114,9 @@ class EngineThread:
         for chunk in chunks:
             stage.add(chunk)
 
-    def verify_stage(self) -> None:
-        """Phase 2: prove the stage whole."""
-        self._current_stage().verify()
+    def verify_stage(self, digest: str = "") -> None:
+        """Phase 2: prove the stage whole and of this root digest; "": that of its head."""
+        self._current_stage().verify(digest)
 
     def quiesce(self, policy: UpdatePolicy) -> Future[None]:
         """Phase 3: apply the policy to requests in flight; resolves once no step will start before ``release``."""
@@ -159,9 +160,18 @@ class EngineThread:
     def _commit(self) -> WeightState:
         if not self._quiesced:
             raise WeightUpdateError("commit before the engine was quiesced")
-        self._weights = self._current_stage().commit()
-        self.engine.weights_changed(self._weights.version)
-        return self._weights
+        stage = self._current_stage()
+        try:
+            weights = stage.commit()
+            self.engine.weights_changed(weights.version)
+        except WeightUpdateError:
+            raise  # refused before anything was written
+        except Exception as error:
+            # Some tensors may be new and some old: this engine must never step again, whoever asks.
+            self._doomed = error
+            raise ReplicaUnavailable(f"worker {self.engine.name} failed in the middle of a commit") from error
+        self._weights = weights
+        return weights
 
     def _release(self) -> None:
         self._stage = None
@@ -179,6 +189,8 @@ class EngineThread:
             while self._wait_for_work():
                 try:
                     self._run_commands()
+                    if self._doomed is not None:
+                        raise self._doomed
                     if not self._paused and not self._quiesced:
                         self.outbox.put(self.engine.step())
                     self._finish_drain()

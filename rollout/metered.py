@@ -19,8 +19,8 @@ from rollout.types import (
     ScoreRequest,
     ScoreResult,
     ServerInfo,
-    TensorChunk,
     TokenChunk,
+    UpdatePart,
     WeightState,
     WeightUpdate,
 )
@@ -67,7 +67,7 @@ class MeteredBackend:
         self._meter.add("zerodrift_scored_tokens", float(sum(len(s.logprobs) for s in result.scores)))
         return result
 
-    async def update_weights(self, update: WeightUpdate, chunks: AsyncIterator[TensorChunk]) -> WeightState:
+    async def update_weights(self, update: WeightUpdate, chunks: AsyncIterator[UpdatePart]) -> WeightState:
         """See ``Backend``."""
         start = time.monotonic()
         outcome = "failed"

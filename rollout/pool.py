@@ -11,8 +11,8 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from rollout.errors import (
     ReplicaUnavailable,
     RolloutError,
     UnsupportedFeature,
-    WeightUpdateError,
 )
 from rollout.events import ScoreEvent
 from rollout.manifest import manifest_digest
@@ -49,35 +48,17 @@ from rollout.types import (
     ScoreResult,
     SequenceScore,
     ServerInfo,
-    TensorChunk,
     TokenChunk,
+    UpdatePart,
     WeightState,
     WeightUpdate,
 )
+from rollout.weight_intake import Intake
+from rollout.weight_updates import commit_all, digests_of_all, stage_all, to_the_end
 from rollout.worker import WorkerInfo
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-_BUCKET_BYTES = 32 * 1024 * 1024
 _MAX_SCORE_ATTEMPTS = 4
-
-
-async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` to its end even when the caller is cancelled; the cancellation is raised after it."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            if task.cancelled():
-                raise
-            cancelled = error
-        except Exception:
-            break
-    if cancelled is not None:
-        raise cancelled
-    return task.result()
 
 
 class Pool(Backend):
@@ -270,47 +251,26 @@ class Pool(Backend):
 
     # ---- weights and control ------------------------------------------------------------------------------------
 
-    async def update_weights(self, update: WeightUpdate, chunks: AsyncIterator[TensorChunk]) -> WeightState:
+    async def update_weights(self, update: WeightUpdate, chunks: AsyncIterator[UpdatePart]) -> WeightState:
         """Stage, verify, quiesce and commit on every replica, one update at a time.
 
         Raises:
-            WeightUpdateError: the update was refused, or replicas differ after it.
+            WeightUpdateError: the update was refused. ReplicaUnavailable: no replica could commit it.
         """
+        intake = Intake(update, chunks, self._settings.weights, self._settings.ray.namespace)
         async with self._update_lock:
             try:
                 await self._router.all("stage", update)
-                await self._stage_all(chunks)
-                await self._router.all("verify_stage")
+                digest = await stage_all(self._router, intake)
+                await self._router.all("verify_stage", digest)
                 await self._router.all("quiesce", update.policy)
                 # From here on a sender that leaves changes nothing: half a commit would mix versions.
-                return await to_the_end(self._commit_all())
+                return await to_the_end(self._commit_all(update))
             finally:
                 await to_the_end(self._router.all_that_can("release"))
 
-    async def _stage_all(self, chunks: AsyncIterator[TensorChunk]) -> None:
-        bucket: list[TensorChunk] = []
-        size = 0
-        async for chunk in chunks:
-            bucket.append(chunk)
-            size += len(chunk.data)
-            if size >= _BUCKET_BYTES:
-                await self._router.all_shared("stage_chunks", bucket)
-                bucket, size = [], 0
-        if bucket:
-            await self._router.all_shared("stage_chunks", bucket)
-
-    async def _commit_all(self) -> WeightState:
-        """Every check has passed and every replica stands still; one that fails now is fenced, so nothing is mixed."""
-        outcomes = await self._router.all_outcomes("commit")
-        states = [o for o in outcomes.values() if isinstance(o, WeightState)]
-        if not states or any(s != states[0] for s in states):
-            raise WeightUpdateError("no replica committed the update" if not states else "replicas differ after commit")
-        for name, outcome in outcomes.items():
-            if isinstance(outcome, Exception):
-                # Its own text may be of any library, and what is raised here reaches clients.
-                log.error("commit on %s", name, exc_info=outcome)
-                self._router.fence(name, ReplicaUnavailable(f"worker {name} failed to commit"))
-        self._weights = states[0]
+    async def _commit_all(self, update: WeightUpdate) -> WeightState:
+        self._weights = await commit_all(self._router, update)
         return self._weights
 
     async def pause(self) -> WeightState:
@@ -332,7 +292,7 @@ class Pool(Backend):
             ReplicaUnavailable: the replicas are still starting.
         """
         info = self._require_info()
-        digests: dict[str, str] = await self._router.any("tensor_digests") if tensor_digests else {}
+        held = await digests_of_all(self._router) if tensor_digests else ()
         loads: list[ReplicaLoad] = await self._router.loads()
         server = self._settings.server
         return ServerInfo(
@@ -353,7 +313,8 @@ class Pool(Backend):
                 "max_images": server.max_images,
                 "max_waiting": self._settings.engine.max_waiting,
             },
-            tensor_digests=digests,
+            tensor_digests=held[0].tensors if held else {},
+            replica_digests=held,
         )
 
     async def stats(self) -> dict[str, EngineStats]:

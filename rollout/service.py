@@ -19,7 +19,7 @@ from rollout.config import ServerSettings
 from rollout.errors import DuplicateRequest, NotFound, RolloutError
 from rollout.interceptors import client_of
 from rollout.message_limits import ASIDE_BYTES, check_generate, check_name, check_score
-from rollout.types import Completion, GenerateRequest, TensorChunk
+from rollout.types import Completion, GenerateRequest, TensorChunk, UpdateEnd
 from rollout.v1 import rollout_pb2 as pb
 from rollout.v1 import rollout_pb2_grpc
 
@@ -182,8 +182,12 @@ async def _drain(messages: AsyncIterator[pb.UpdateWeightsRequest]) -> None:
                 size += (await anext(rest)).ByteSize()
 
 
-async def _chunks(messages: AsyncIterator[pb.UpdateWeightsRequest]) -> AsyncGenerator[TensorChunk, None]:
+async def _chunks(messages: AsyncIterator[pb.UpdateWeightsRequest]) -> AsyncGenerator[TensorChunk | UpdateEnd, None]:
     async for message in messages:
         codec.refuse_unknown_fields(message)
-        for chunk in codec.bucket_from_proto(message):
+        part = codec.part_from_proto(message)
+        if isinstance(part, UpdateEnd):
+            yield part
+            continue
+        for chunk in part:
             yield chunk

@@ -13,6 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.images import ImageInput
+from rollout.weight_records import ReplicaDigests as ReplicaDigests
+from rollout.weight_records import TensorChunk as TensorChunk
+from rollout.weight_records import UpdateEnd as UpdateEnd
+from rollout.weight_records import UpdatePart as UpdatePart
+from rollout.weight_records import UpdatePolicy as UpdatePolicy
+from rollout.weight_records import WeightState as WeightState
+from rollout.weight_records import WeightUpdate as WeightUpdate
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -35,17 +42,6 @@ class LogprobMode(enum.Enum):
 
     TEMPERED = "log_softmax(float32(logits) / T)"
     GREEDY_T1 = "log_softmax(float32(logits)); temperature 0 scores as temperature 1"
-
-
-class UpdatePolicy(enum.Enum):
-    """What a weight update does with requests in flight."""
-
-    WAIT = "wait"
-    """Admit nothing new, let the running ones finish under the old weights."""
-    ABORT = "abort"
-    """End them now; partial tokens and log-probs are returned."""
-    RECOMPUTE = "recompute"
-    """Rebuild their KV under the new weights and go on; spans record the change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,39 +314,6 @@ class ScoreResult:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorChunk:
-    """A byte range of one named tensor; large tensors come in several."""
-
-    name: str
-    dtype: str
-    """torch name without prefix: "bfloat16", "float32", ..."""
-    shape: tuple[int, ...]
-    offset: int
-    """First byte of ``data`` within the tensor's little-endian, C-order bytes."""
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class WeightUpdate:
-    """Head of an update stream."""
-
-    version: int
-    """Must exceed the version being served."""
-    digest: str
-    """Root digest over all tensors, hex (``rollout.weights.root_digest``)."""
-    num_tensors: int
-    policy: UpdatePolicy = UpdatePolicy.WAIT
-
-
-@dataclass(frozen=True, slots=True)
-class WeightState:
-    """What is being served."""
-
-    version: int
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
 class ReplicaLoad:
     """One worker's load at a moment."""
 
@@ -396,3 +359,5 @@ class ServerInfo:
     """name -> value, e.g. max_n, max_message_bytes"""
     tensor_digests: Mapping[str, str] = field(default_factory=dict)
     """parameter name -> digest, hex; empty unless asked for"""
+    replica_digests: tuple[ReplicaDigests, ...] = ()
+    """what each living replica holds; empty unless asked for"""

@@ -28,6 +28,7 @@ from rollout.scheduler import SchedulerLimits
 from rollout.taps import Trace, Tracer, TraceRequest
 from rollout.types import (
     EngineStats,
+    ReplicaDigests,
     ReplicaLoad,
     SampleRequest,
     ScoreOptions,
@@ -37,6 +38,7 @@ from rollout.types import (
     WeightState,
     WeightUpdate,
 )
+from rollout.weight_transfer import bucket_of
 from rollout.weights import digest_of, model_digest
 
 T = TypeVar("T")
@@ -156,10 +158,14 @@ class Worker:
         engine = self._engine
         return EngineStats(engine.num_steps, engine.num_rows, engine.scheduler.num_preemptions)
 
-    async def tensor_digests(self) -> dict[str, str]:
-        """Parameter name -> digest, hex; computed between steps."""
-        model = self._engine.model
-        return await self._do(lambda: {n: digest_of(n, p).hex() for n, p in model.parameters()})
+    async def tensor_digests(self) -> ReplicaDigests:
+        """Digests of the live bytes, computed between steps."""
+        model, thread = self._engine.model, self._thread
+        return await self._do(
+            lambda: ReplicaDigests(
+                self._engine.name, thread.weights, {n: digest_of(n, p).hex() for n, p in model.parameters()}
+            )
+        )
 
     async def trace(self, request: TraceRequest) -> Trace:
         """Replay a sequence with taps, on pages of its own, between steps."""
@@ -258,9 +264,15 @@ class Worker:
         """Fill the stage beside the running engine; WeightUpdateError for a chunk that does not fit the model."""
         await asyncio.get_running_loop().run_in_executor(None, aside, self._thread.stage_chunks, chunks)
 
-    async def verify_stage(self) -> None:
-        """Phase 2: WeightUpdateError unless the stage is whole and equal to the sender's."""
-        await asyncio.get_running_loop().run_in_executor(None, aside, self._thread.verify_stage)
+    async def stage_bucket(self, bucket: list[Any]) -> None:
+        """``stage_chunks`` of what one reference leads to; its bytes stay where this node's object store has them."""
+        await asyncio.get_running_loop().run_in_executor(
+            None, aside, lambda: self._thread.stage_chunks(bucket_of(bucket[0]))
+        )
+
+    async def verify_stage(self, digest: str = "") -> None:
+        """Phase 2: WeightUpdateError unless the stage is whole and of this root digest ("": that of its head)."""
+        await asyncio.get_running_loop().run_in_executor(None, aside, self._thread.verify_stage, digest)
 
     async def quiesce(self, policy: UpdatePolicy) -> None:
         """Phase 3: returns once requests in flight are dealt with and no step will start before ``release``."""

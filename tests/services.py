@@ -33,8 +33,15 @@ PROMPT = (3, 4, 5)
 """The tiny models' EOS is id 1."""
 
 
-def tiny_settings(path: Path, *, replicas: int = 1, tokenizer: Path | None = None, **engine: Any) -> Settings:
-    """float32, small pages and chunks, so that short sequences cross their edges; a free port."""
+def tiny_settings(
+    path: Path,
+    *,
+    replicas: int = 1,
+    tokenizer: Path | None = None,
+    weights: dict[str, Any] | None = None,
+    **engine: Any,
+) -> Settings:
+    """float32, small pages, chunks and buckets, so that short sequences cross their edges; a free port."""
     sizes = {"page_size": PAGE, "kv_cache_tokens": 4096, "max_batch_tokens": 64, "max_running": 8, "chunk_size": CHUNK}
     return Settings.model_validate(
         {
@@ -47,16 +54,22 @@ def tiny_settings(path: Path, *, replicas: int = 1, tokenizer: Path | None = Non
             "engine": sizes | engine,
             "worker": {"count": replicas},
             "server": {"port": 0, "max_n": 16},
+            "weights": {"bucket_bytes": 4096} | (weights or {}),
         }
     )
 
 
 @asynccontextmanager
 async def tiny_service(
-    path: Path, *, replicas: int = 1, tokenizer: Path | None = None, **engine: Any
+    path: Path,
+    *,
+    replicas: int = 1,
+    tokenizer: Path | None = None,
+    weights: dict[str, Any] | None = None,
+    **engine: Any,
 ) -> AsyncIterator[tuple[Service, AsyncRolloutClient]]:
     """A served tiny model in this process, and a client of it."""
-    settings = tiny_settings(path, replicas=replicas, tokenizer=tokenizer, **engine)
+    settings = tiny_settings(path, replicas=replicas, tokenizer=tokenizer, weights=weights, **engine)
     async with running_service(settings, in_process=True) as service, AsyncRolloutClient(service.address) as client:
         yield service, client
 

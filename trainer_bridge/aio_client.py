@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack, cast
 
@@ -30,6 +31,7 @@ from trainer_bridge.wire import (
     NamedTensor,
     call_metadata,
     check_scores,
+    folder_update,
     plan_update,
     translated,
     update_messages,
@@ -169,19 +171,38 @@ class AsyncRolloutClient:
         digest: str | None = None,
         policy: UpdatePolicy = UpdatePolicy.WAIT,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        allow_nonfinite: bool = False,
     ) -> WeightState:
         """Send a full weight set; every replica serves it when this returns, or none does and it raises.
 
         Args:
             tensors: (name, numpy array or torch tensor).
             version: must exceed the version being served.
-            digest: root digest; computed from the tensors when None.
+            digest: root digest; computed while the tensors are sent when None.
             policy: what to do with requests in flight.
             bucket_bytes: tensor bytes a message.
+            allow_nonfinite: whether NaN and infinity may be served; refused else.
         """
         listed = list(tensors)
-        update = plan_update(listed, version=version, digest=digest, policy=policy)
-        messages = update_messages(update, listed, bucket_bytes)
+        update = plan_update(listed, version=version, digest=digest, policy=policy, allow_nonfinite=allow_nonfinite)
+        return await self._send_update(update_messages(update, listed, bucket_bytes))
+
+    async def update_from_folder(
+        self,
+        folder: str,
+        *,
+        root: Path,
+        version: int,
+        policy: UpdatePolicy = UpdatePolicy.WAIT,
+        allow_nonfinite: bool = False,
+    ) -> WeightState:
+        """Have the server read a weight set from a folder that both see; arguments: ``wire.folder_update``."""
+        update = await asyncio.to_thread(
+            folder_update, folder, root, version=version, policy=policy, allow_nonfinite=allow_nonfinite
+        )
+        return await self._send_update(iter([codec.update_to_proto(update)]))
+
+    async def _send_update(self, messages: Iterator[pb.UpdateWeightsRequest]) -> WeightState:
         with translated():
             response = await self._stub.UpdateWeights(messages, timeout=self._timeout_s)
         return codec.weights_from_proto(response.weights)

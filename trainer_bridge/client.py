@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack, cast
 
@@ -30,6 +31,7 @@ from trainer_bridge.wire import (
     NamedTensor,
     call_metadata,
     check_scores,
+    folder_update,
     plan_update,
     translated,
     update_messages,
@@ -156,20 +158,39 @@ class RolloutClient:
         digest: str | None = None,
         policy: UpdatePolicy = UpdatePolicy.WAIT,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        allow_nonfinite: bool = False,
     ) -> WeightState:
         """Send a full weight set; every replica serves it when this returns, or none does and it raises.
 
         Args:
             tensors: (name, numpy array or torch tensor).
             version: must exceed the version being served.
-            digest: root digest; computed from the tensors when None.
+            digest: root digest; computed while the tensors are sent when None.
             policy: what to do with requests in flight.
             bucket_bytes: tensor bytes a message.
+            allow_nonfinite: whether NaN and infinity may be served; refused else.
         """
         listed = list(tensors)
-        update = plan_update(listed, version=version, digest=digest, policy=policy)
+        update = plan_update(listed, version=version, digest=digest, policy=policy, allow_nonfinite=allow_nonfinite)
+        return self.send_update(update_messages(update, listed, bucket_bytes))
+
+    def update_from_folder(
+        self,
+        folder: str,
+        *,
+        root: Path,
+        version: int,
+        policy: UpdatePolicy = UpdatePolicy.WAIT,
+        allow_nonfinite: bool = False,
+    ) -> WeightState:
+        """Have the server read a weight set from a folder that both see; arguments: ``wire.folder_update``."""
+        update = folder_update(folder, root, version=version, policy=policy, allow_nonfinite=allow_nonfinite)
+        return self.send_update(iter([codec.update_to_proto(update)]))
+
+    def send_update(self, messages: Iterator[pb.UpdateWeightsRequest]) -> WeightState:
+        """One update as the messages of its stream."""
         with translated():
-            response = self._stub.UpdateWeights(update_messages(update, listed, bucket_bytes), timeout=self._timeout_s)
+            response = self._stub.UpdateWeights(messages, timeout=self._timeout_s)
         return codec.weights_from_proto(response.weights)
 
     def abort(self, request_id: str = "", *, all_requests: bool = False) -> int:

@@ -8,7 +8,8 @@ import torch
 
 from rollout.certify.subject import Family, Outcome, Subject
 from rollout.types import TensorChunk, WeightState, WeightUpdate
-from rollout.weights import WeightStage, digest_of, dtype_name, root_digest, tensor_bytes
+from rollout.weight_stage import WeightStage
+from rollout.weights import digest_of, dtype_name, root_digest, tensor_bytes
 
 _CHUNK_BYTES = 1 << 20
 

@@ -33,12 +33,15 @@ def refuse_unknown_fields(message: Message, path: str = "") -> None:
             "it would be ignored, so it is refused: use a client built for this server's rollout.v1",
             field=f"{path}.{number}" if path else str(number),
         )
-    for descriptor, value in message.ListFields():
+    for descriptor in message.DESCRIPTOR.fields:
+        # Only messages are looked at: a look at bytes, such as 16 MiB of weights, copies them.
         if descriptor.message_type is None:
             continue
+        value = getattr(message, descriptor.name)
         here = f"{path}.{descriptor.name}" if path else descriptor.name
         if isinstance(value, Message):
-            refuse_unknown_fields(value, here)
+            if message.HasField(descriptor.name):
+                refuse_unknown_fields(value, here)
         elif isinstance(value, Mapping):
             for key, item in value.items():
                 if isinstance(item, Message):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollout.codec.weights import weights_from_proto, weights_to_proto
 from rollout.errors import InvalidRequest
-from rollout.types import ReplicaLoad, ServerInfo
+from rollout.types import ReplicaDigests, ReplicaLoad, ServerInfo
 from rollout.v1 import rollout_pb2 as pb
 
 
@@ -22,6 +22,10 @@ def info_to_proto(info: ServerInfo) -> pb.GetServerInfoResponse:
         paused=info.paused,
         limits=dict(info.limits),
         tensor_digests=dict(info.tensor_digests),
+        replica_digests=[
+            pb.ReplicaDigests(name=r.name, weights=weights_to_proto(r.weights), tensors=dict(r.tensors))
+            for r in info.replica_digests
+        ],
     )
 
 
@@ -39,6 +43,9 @@ def info_from_proto(message: pb.GetServerInfoResponse) -> ServerInfo:
         paused=message.paused,
         limits=dict(message.limits),
         tensor_digests=dict(message.tensor_digests),
+        replica_digests=tuple(
+            ReplicaDigests(r.name, weights_from_proto(r.weights), dict(r.tensors)) for r in message.replica_digests
+        ),
     )
 
 

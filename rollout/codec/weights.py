@@ -1,4 +1,4 @@
-"""UpdateWeights: the head, the buckets, and the state that is served."""
+"""UpdateWeights: the head, the buckets, the end, and the state that is served."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import prod
 from rollout.codec.fields import assign, extend
 from rollout.codec.tensor import DTYPES, dtype_from_proto, dtype_to_proto
 from rollout.errors import InvalidRequest
-from rollout.types import TensorChunk, UpdatePolicy, WeightState, WeightUpdate
+from rollout.types import TensorChunk, UpdateEnd, UpdatePolicy, WeightState, WeightUpdate
 from rollout.v1 import rollout_pb2 as pb
 
 _POLICIES = {
@@ -26,9 +26,15 @@ def update_to_proto(update: WeightUpdate) -> pb.UpdateWeightsRequest:
     Raises:
         InvalidRequest: a value does not fit its wire type.
     """
-    begin = pb.BeginUpdate(policy=_POLICIES[update.policy])
+    begin = pb.BeginUpdate(policy=_POLICIES[update.policy], allow_nonfinite=update.allow_nonfinite)
     assign(begin, "begin.", version=update.version, digest=update.digest, num_tensors=update.num_tensors)
+    assign(begin, "begin.", folder=update.folder or None, transfer=update.transfer or None)
     return pb.UpdateWeightsRequest(begin=begin)
+
+
+def end_to_proto(end: UpdateEnd) -> pb.UpdateWeightsRequest:
+    """Last message of a stream whose head has no digest."""
+    return pb.UpdateWeightsRequest(end=pb.EndUpdate(digest=end.digest))
 
 
 def update_from_proto(message: pb.UpdateWeightsRequest) -> WeightUpdate:
@@ -45,19 +51,32 @@ def update_from_proto(message: pb.UpdateWeightsRequest) -> WeightUpdate:
     begin = message.begin
     if begin.version < 1:
         raise InvalidRequest(f"begin.version = {begin.version} must be >= 1", field="begin.version")
-    if not _HEX.fullmatch(begin.digest):
-        raise InvalidRequest(
-            f"begin.digest = {begin.digest[:80]!r} is no lower-case hex digest; send rollout.weights.root_digest",
-            field="begin.digest",
-        )
+    if begin.digest:
+        _check_digest(begin.digest, "begin.digest")
     if begin.num_tensors < 1:
         raise InvalidRequest(
             f"begin.num_tensors = {begin.num_tensors} must be >= 1: an update holds every parameter",
             field="begin.num_tensors",
         )
+    source = begin.WhichOneof("source")
+    if source is not None and not getattr(begin, source):
+        raise InvalidRequest(f"begin.{source} is empty; leave it out to send buckets", field=f"begin.{source}")
     return WeightUpdate(
-        version=begin.version, digest=begin.digest, num_tensors=begin.num_tensors, policy=_policy(begin.policy)
+        version=begin.version,
+        digest=begin.digest,
+        num_tensors=begin.num_tensors,
+        policy=_policy(begin.policy),
+        allow_nonfinite=begin.allow_nonfinite,
+        folder=begin.folder,
+        transfer=begin.transfer,
     )
+
+
+def _check_digest(digest: str, field: str) -> None:
+    if not _HEX.fullmatch(digest):
+        raise InvalidRequest(
+            f"{field} = {digest[:80]!r} is no lower-case hex digest; send rollout.weights.root_digest", field=field
+        )
 
 
 def _policy(value: int) -> UpdatePolicy:
@@ -85,6 +104,18 @@ def bucket_to_proto(chunks: Iterable[TensorChunk]) -> pb.UpdateWeightsRequest:
     return pb.UpdateWeightsRequest(bucket=bucket)
 
 
+def part_from_proto(message: pb.UpdateWeightsRequest) -> tuple[TensorChunk, ...] | UpdateEnd:
+    """A later message of the stream: chunks, or its end.
+
+    Raises:
+        InvalidRequest: see ``bucket_from_proto``; or an end without a digest.
+    """
+    if message.WhichOneof("part") != "end":
+        return bucket_from_proto(message)
+    _check_digest(message.end.digest, "end.digest")
+    return UpdateEnd(message.end.digest)
+
+
 def bucket_from_proto(message: pb.UpdateWeightsRequest) -> tuple[TensorChunk, ...]:
     """Chunks of a later message; whether they cover every tensor once is checked where they are staged.
 
@@ -108,18 +139,20 @@ def _chunk_from_proto(message: pb.TensorChunk, field: str) -> TensorChunk:
     if min(shape, default=0) < 0:
         raise InvalidRequest(f"{field}.shape = {list(shape)} of {message.name} is negative", field=f"{field}.shape")
     size = prod(shape) * DTYPES[dtype][1]
-    end = message.offset + len(message.data)
+    # Every look at a bytes field copies it.
+    data = message.data
+    end = message.offset + len(data)
     if message.offset < 0 or end > size:
         raise InvalidRequest(
             f"{field} holds bytes [{message.offset}, {end}) of {message.name}, which has {size} "
             f"({dtype} {list(shape)})",
             field=f"{field}.data",
         )
-    if not message.data and size:
+    if not data and size:
         raise InvalidRequest(
             f"{field} holds no bytes of {message.name}, which has {size}; leave such a chunk out", field=f"{field}.data"
         )
-    return TensorChunk(name=message.name, dtype=dtype, shape=shape, offset=message.offset, data=message.data)
+    return TensorChunk(name=message.name, dtype=dtype, shape=shape, offset=message.offset, data=data)
 
 
 def weights_to_proto(state: WeightState) -> pb.WeightState:

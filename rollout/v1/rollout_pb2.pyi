@@ -925,14 +925,23 @@ class BeginUpdate(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     NUM_TENSORS_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    ALLOW_NONFINITE_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Must exceed the version being served."""
     digest: _builtins.str
-    """Root digest over all tensors, hex."""
+    """Root digest over all tensors, hex; empty: EndUpdate carries it, so that it can be computed while sending."""
     num_tensors: _builtins.int
     """How many distinct tensors follow."""
     policy: Global___UpdatePolicy.ValueType
     """What to do with requests in flight; default WAIT."""
+    allow_nonfinite: _builtins.bool
+    """Take NaN and infinity; default: such an update is refused."""
+    folder: _builtins.str
+    """Folder of *.safetensors that the server reads, relative to its weights.root."""
+    transfer: _builtins.str
+    """Ray actor of the sender, in the server's cluster, that hands out references to buckets."""
     def __init__(
         self,
         *,
@@ -940,14 +949,41 @@ class BeginUpdate(_message.Message):
         digest: _builtins.str = ...,
         num_tensors: _builtins.int = ...,
         policy: Global___UpdatePolicy.ValueType = ...,
+        allow_nonfinite: _builtins.bool = ...,
+        folder: _builtins.str = ...,
+        transfer: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "source", b"source", "transfer", b"transfer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_nonfinite", b"allow_nonfinite", "digest", b"digest", "folder", b"folder", "num_tensors", b"num_tensors", "policy", b"policy", "source", b"source", "transfer", b"transfer", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["folder", "transfer"]  # noqa: Y015
+    _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
+
+Global___BeginUpdate: _TypeAlias = BeginUpdate  # noqa: Y015
+
+@_typing.final
+class EndUpdate(_message.Message):
+    """EndUpdate ends an update whose begin had no digest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    """Root digest over all tensors, hex."""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "num_tensors", b"num_tensors", "policy", b"policy", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___BeginUpdate: _TypeAlias = BeginUpdate  # noqa: Y015
+Global___EndUpdate: _TypeAlias = EndUpdate  # noqa: Y015
 
 @_typing.final
 class TensorChunk(_message.Message):
@@ -1015,31 +1051,37 @@ Global___TensorBucket: _TypeAlias = TensorBucket  # noqa: Y015
 
 @_typing.final
 class UpdateWeightsRequest(_message.Message):
-    """UpdateWeightsRequest: begin first, then buckets."""
+    """UpdateWeightsRequest: begin first, then buckets, then end where it is due."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BEGIN_FIELD_NUMBER: _builtins.int
     BUCKET_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def begin(self) -> Global___BeginUpdate:
         """First message."""
 
     @_builtins.property
     def bucket(self) -> Global___TensorBucket:
-        """Every other message."""
+        """Any number, unless begin names another source."""
+
+    @_builtins.property
+    def end(self) -> Global___EndUpdate:
+        """Last message, exactly where begin had no digest."""
 
     def __init__(
         self,
         *,
         begin: Global___BeginUpdate | None = ...,
         bucket: Global___TensorBucket | None = ...,
+        end: Global___EndUpdate | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "bucket", b"bucket", "part", b"part"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "bucket", b"bucket", "end", b"end", "part", b"part"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "bucket", b"bucket", "part", b"part"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "bucket", b"bucket", "end", b"end", "part", b"part"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["begin", "bucket"]  # noqa: Y015
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["begin", "bucket", "end"]  # noqa: Y015
     _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 
@@ -1103,7 +1145,7 @@ class GetServerInfoRequest(_message.Message):
 
     TENSOR_DIGESTS_FIELD_NUMBER: _builtins.int
     tensor_digests: _builtins.bool
-    """Also return the digest of every tensor being served (reads all weights)."""
+    """Also return the digest of every tensor that each replica holds, recomputed from its memory (reads all weights)."""
     def __init__(
         self,
         *,
@@ -1242,6 +1284,7 @@ class GetServerInfoResponse(_message.Message):
     PAUSED_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     TENSOR_DIGESTS_FIELD_NUMBER: _builtins.int
+    REPLICA_DIGESTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name or path."""
     vocab_size: _builtins.int
@@ -1274,7 +1317,11 @@ class GetServerInfoResponse(_message.Message):
 
     @_builtins.property
     def tensor_digests(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Parameter name to digest, hex, when asked for."""
+        """Parameter name to digest, hex, when asked for: those of the first replica that answered."""
+
+    @_builtins.property
+    def replica_digests(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaDigests]:
+        """The same for each living replica, when asked for."""
 
     def __init__(
         self,
@@ -1290,14 +1337,69 @@ class GetServerInfoResponse(_message.Message):
         paused: _builtins.bool = ...,
         limits: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         tensor_digests: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        replica_digests: _abc.Iterable[Global___ReplicaDigests] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "eos_token_ids", b"eos_token_ids", "limits", b"limits", "manifest", b"manifest", "manifest_digest", b"manifest_digest", "model", b"model", "paused", b"paused", "replicas", b"replicas", "tensor_digests", b"tensor_digests", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "eos_token_ids", b"eos_token_ids", "limits", b"limits", "manifest", b"manifest", "manifest_digest", b"manifest_digest", "model", b"model", "paused", b"paused", "replica_digests", b"replica_digests", "replicas", b"replicas", "tensor_digests", b"tensor_digests", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
+
+@_typing.final
+class ReplicaDigests(_message.Message):
+    """ReplicaDigests is what one replica holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TensorsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Replica name."""
+    @_builtins.property
+    def weights(self) -> Global___WeightState:
+        """What it says it serves."""
+
+    @_builtins.property
+    def tensors(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Parameter name to digest of its live bytes, hex."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        weights: Global___WeightState | None = ...,
+        tensors: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "tensors", b"tensors", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaDigests: _TypeAlias = ReplicaDigests  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):

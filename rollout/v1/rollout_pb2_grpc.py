@@ -91,7 +91,8 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request_iterator, context):
-        """UpdateWeights stages a full weight set and commits it on every replica, or on none. Begin, chunks, then half-close.
+        """UpdateWeights stages a full weight set and commits it on every replica, or on none. Begin, buckets where they come
+        over this stream, end where begin had no digest, then half-close.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

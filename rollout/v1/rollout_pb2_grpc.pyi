@@ -38,7 +38,9 @@ class RolloutServiceStub:
     Score: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ScoreRequest, _rollout_pb2.ScoreResponse]
     """Score returns the log-probs of given tokens by one prefill through the rollout kernels."""
     UpdateWeights: _grpc.StreamUnaryMultiCallable[_rollout_pb2.UpdateWeightsRequest, _rollout_pb2.UpdateWeightsResponse]
-    """UpdateWeights stages a full weight set and commits it on every replica, or on none. Begin, chunks, then half-close."""
+    """UpdateWeights stages a full weight set and commits it on every replica, or on none. Begin, buckets where they come
+    over this stream, end where begin had no digest, then half-close.
+    """
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetServerInfoRequest, _rollout_pb2.GetServerInfoResponse]
     """GetServerInfo describes model, parity manifest, weights and load."""
     Abort: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequest, _rollout_pb2.AbortResponse]
@@ -58,7 +60,9 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Score: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ScoreRequest, _rollout_pb2.ScoreResponse]  # type: ignore[assignment]
     """Score returns the log-probs of given tokens by one prefill through the rollout kernels."""
     UpdateWeights: _aio.StreamUnaryMultiCallable[_rollout_pb2.UpdateWeightsRequest, _rollout_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
-    """UpdateWeights stages a full weight set and commits it on every replica, or on none. Begin, chunks, then half-close."""
+    """UpdateWeights stages a full weight set and commits it on every replica, or on none. Begin, buckets where they come
+    over this stream, end where begin had no digest, then half-close.
+    """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetServerInfoRequest, _rollout_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """GetServerInfo describes model, parity manifest, weights and load."""
     Abort: _aio.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequest, _rollout_pb2.AbortResponse]  # type: ignore[assignment]
@@ -93,7 +97,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_rollout_pb2.UpdateWeightsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.UpdateWeightsResponse, _abc.Awaitable[_rollout_pb2.UpdateWeightsResponse]]:
-        """UpdateWeights stages a full weight set and commits it on every replica, or on none. Begin, chunks, then half-close."""
+        """UpdateWeights stages a full weight set and commits it on every replica, or on none. Begin, buckets where they come
+        over this stream, end where begin had no digest, then half-close.
+        """
 
     @_abc_1.abstractmethod
     def GetServerInfo(

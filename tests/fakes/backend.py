@@ -29,10 +29,11 @@ from rollout.types import (
     ScoreSequence,
     SequenceScore,
     ServerInfo,
-    TensorChunk,
     TokenChunk,
     TopLogprobs,
     UInt64Array,
+    UpdateEnd,
+    UpdatePart,
     VersionSpan,
     WeightState,
     WeightUpdate,
@@ -230,11 +231,15 @@ class FakeBackend:
         if max(ids) >= self.vocab_size:
             raise InvalidRequest(f"{name} has id {max(ids)}; vocab_size is {self.vocab_size}", field=name)
 
-    async def update_weights(self, update: WeightUpdate, chunks: AsyncIterator[TensorChunk]) -> WeightState:
+    async def update_weights(self, update: WeightUpdate, chunks: AsyncIterator[UpdatePart]) -> WeightState:
         """Stage every byte; commit when ``num_tensors`` tensors came whole."""
         staged: dict[str, bytearray] = {}
         sizes: list[int] = []
+        digest = update.digest
         async for chunk in chunks:
+            if isinstance(chunk, UpdateEnd):
+                digest = chunk.digest
+                continue
             staged.setdefault(chunk.name, bytearray()).extend(chunk.data)
             sizes.append(len(chunk.data))
         if self.error is not None:
@@ -242,7 +247,7 @@ class FakeBackend:
         if len(staged) != update.num_tensors:
             raise WeightUpdateError(f"{len(staged)} tensors came, {update.num_tensors} were announced; send all")
         self.received, self.messages = staged, sizes
-        self.weights = WeightState(update.version, update.digest)
+        self.weights = WeightState(update.version, digest)
         return self.weights
 
     async def abort(self, request_id: str) -> int:

@@ -105,7 +105,8 @@ class TestWeights:
         [
             ({"version": 0}, "begin.version"),
             ({"version": -1}, "begin.version"),
-            ({"digest": ""}, "begin.digest"),
+            ({"folder": ""}, "begin.folder"),
+            ({"transfer": ""}, "begin.transfer"),
             ({"digest": "xyz"}, "begin.digest"),
             ({"num_tensors": 0}, "begin.num_tensors"),
         ],

@@ -12,7 +12,8 @@ import torch
 from rollout.errors import WeightUpdateError
 from rollout.model import SharedModel
 from rollout.types import TensorChunk, WeightState, WeightUpdate
-from rollout.weights import WeightStage, digest_of, model_digest, root_digest, tensor_bytes, tensor_digest
+from rollout.weight_stage import WeightStage
+from rollout.weights import digest_of, model_digest, root_digest, tensor_bytes, tensor_digest
 from tests.engines import Generated, build_engine, fresh_model, run, sample, torch_threads
 from tests.rollout.updates import chunks_of, digest_over
 
@@ -205,7 +206,7 @@ FAULTS: list[tuple[str, Fault, str]] = [
     ("wrong dtype", changed(dtype="float16"), "arrived as float16"),
     ("wrong shape", changed(shape=(8, 8)), r"arrived as bfloat16 \[8, 8\], the model holds bfloat16 \[64\]"),
     ("unknown name", added(name="model.norm.wieght"), "no parameter 'model.norm.wieght'"),
-    ("prefixed name", added(name="model.model.norm.weight"), "no parameter"),
+    ("prefixed name beside the plain one", added(name="model.model.norm.weight"), f"{NORM} arrived twice: as '{NORM}'"),
     ("NaN", changed(data=b"\xc0\x7f" * 64), "holds NaN or infinity"),
     ("infinity", changed(data=b"\x80\x7f" * 64), "holds NaN or infinity"),
     ("other bytes", changed(data=bytes(128)), "differs from the sender's"),

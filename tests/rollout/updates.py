@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 
 import torch
+from blake3 import blake3
 
 from rollout.types import TensorChunk
 
@@ -26,10 +26,10 @@ def chunks_of(tensors: Mapping[str, torch.Tensor], size: int = 1 << 20) -> Itera
 
 
 def digest_over(tensors: Mapping[str, torch.Tensor]) -> str:
-    """BLAKE2b-256 over the BLAKE2b-256 of every tensor, in order of name; see C4."""
-    root = hashlib.blake2b(digest_size=32)
+    """BLAKE3-256 over the BLAKE3-256 of every tensor, in order of name; see C4."""
+    root = blake3()
     for name in sorted(tensors):
         tensor = tensors[name]
         head = f"{name}\0{dtype_of(tensor)}\0{','.join(str(s) for s in tensor.shape)}\0"
-        root.update(hashlib.blake2b(head.encode() + raw_bytes(tensor), digest_size=32).digest())
+        root.update(blake3(head.encode() + raw_bytes(tensor)).digest())
     return root.hexdigest()

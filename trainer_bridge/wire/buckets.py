@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import numpy.typing as npt
 
 from rollout import codec
 from rollout.errors import InvalidRequest
-from rollout.types import TensorChunk, UpdatePolicy, WeightUpdate
+from rollout.types import TensorChunk, UpdateEnd, UpdatePolicy, WeightUpdate
 from rollout.v1 import rollout_pb2 as pb
 
 DEFAULT_BUCKET_BYTES = 16 * 1024 * 1024
@@ -20,9 +22,15 @@ NamedTensor = tuple[str, Any]
 
 
 def plan_update(
-    tensors: Sequence[NamedTensor], *, version: int, digest: str | None, policy: UpdatePolicy
+    tensors: Sequence[NamedTensor],
+    *,
+    version: int,
+    digest: str | None,
+    policy: UpdatePolicy,
+    allow_nonfinite: bool = False,
+    transfer: str = "",
 ) -> WeightUpdate:
-    """Head of the update. Without a digest it is computed from the tensors' bytes.
+    """Head of the update. Without a digest the end of the stream carries it, computed while the tensors are sent.
 
     Raises:
         InvalidRequest: a name comes twice, or a dtype has no wire type.
@@ -38,17 +46,32 @@ def plan_update(
                 f"{name} is {dtype}; an update carries {', '.join(sorted(codec.DTYPES))}", field=f"tensors.{name}"
             )
     return WeightUpdate(
-        version=version, digest=digest or _root_digest(tensors), num_tensors=len(tensors), policy=policy
+        version=version,
+        digest=digest or "",
+        num_tensors=len(tensors),
+        policy=policy,
+        allow_nonfinite=allow_nonfinite,
+        transfer=transfer,
     )
 
 
-def _root_digest(tensors: Sequence[NamedTensor]) -> str:
-    from rollout.weights import root_digest, tensor_digest
+def folder_update(
+    folder: str, root: Path, *, version: int, policy: UpdatePolicy, allow_nonfinite: bool = False
+) -> WeightUpdate:
+    """Head of an update whose tensors the server reads; its digest is that of the folder as this process sees it.
 
-    root: str = root_digest(
-        {name: tensor_digest(name, *layout(value), raw_bytes(value).data) for name, value in tensors}
-    )
-    return root
+    Args:
+        folder: relative to the server's ``weights.root``.
+        root: the same root, where this process sees it.
+
+    Raises:
+        WeightUpdateError: outside the root, no safetensors there, or malformed ones.
+    """
+    from rollout.weight_folder import folder_below, stored_digests
+    from rollout.weights import root_digest
+
+    digests = stored_digests(folder_below(str(root), folder))
+    return WeightUpdate(version, root_digest(digests), len(digests), policy, allow_nonfinite, folder)
 
 
 def update_messages(
@@ -56,37 +79,77 @@ def update_messages(
 ) -> Iterator[pb.UpdateWeightsRequest]:
     """The head, then buckets of at most ``bucket_bytes`` tensor bytes; a large tensor is split over several.
 
+    Where the head has no digest, each tensor is hashed as it goes, and the end says the root.
+
     Raises:
         InvalidRequest: ``bucket_bytes`` < 1.
     """
     if bucket_bytes < 1:
         raise InvalidRequest(f"bucket_bytes = {bucket_bytes} must be >= 1", field="bucket_bytes")
-    return _messages(update, tensors, bucket_bytes)
+    return _ahead(_messages(update, tensors, bucket_bytes))
+
+
+def _ahead(messages: Iterator[pb.UpdateWeightsRequest]) -> Iterator[pb.UpdateWeightsRequest]:
+    """The same, each made by a thread while the one before it is sent: gRPC asks for one at a time."""
+    with ThreadPoolExecutor(1, thread_name_prefix="zerodrift-update") as thread:
+        coming = thread.submit(next, messages, None)
+        while (message := coming.result()) is not None:
+            coming = thread.submit(next, messages, None)
+            yield message
 
 
 def _messages(
     update: WeightUpdate, tensors: Sequence[NamedTensor], bucket_bytes: int
 ) -> Iterator[pb.UpdateWeightsRequest]:
     yield codec.update_to_proto(update)
+    digests: dict[str, bytes] = {}
+    for bucket in cut(tensors, bucket_bytes, None if update.digest else digests):
+        yield codec.bucket_to_proto(TensorChunk(c.name, c.dtype, c.shape, c.offset, c.data.tobytes()) for c in bucket)
+    if not update.digest:
+        yield codec.end_to_proto(end_of(digests))
+
+
+def end_of(digests: Mapping[str, bytes]) -> UpdateEnd:
+    """The end of an update whose tensors have these digests."""
+    from rollout.weights import root_digest
+
+    return UpdateEnd(root_digest(digests))
+
+
+def cut(
+    tensors: Sequence[NamedTensor], bucket_bytes: int, digests: dict[str, bytes] | None = None
+) -> Iterator[list[TensorChunk]]:
+    """Buckets of at most ``bucket_bytes`` bytes, each chunk a view of its tensor.
+
+    Args:
+        digests: receives each tensor's digest once its last byte went; None: nothing is hashed.
+    """
+    from rollout.weights import TensorHasher
+
     bucket: list[TensorChunk] = []
     room = bucket_bytes
     for name, value in tensors:
         dtype, shape = layout(value)
         data = raw_bytes(value)
         offset = 0
+        hasher = None if digests is None else TensorHasher(name, dtype, shape)
         # At least one chunk a tensor, so that one without elements arrives too.
         while offset < data.size or offset == 0:
-            part = data[offset : offset + room].tobytes()
+            part = data[offset : offset + room]
+            if hasher is not None:
+                hasher.update(part.data)
             bucket.append(TensorChunk(name=name, dtype=dtype, shape=shape, offset=offset, data=part))
             offset += len(part)
             room -= len(part)
             if room == 0:
-                yield codec.bucket_to_proto(bucket)
+                yield bucket
                 bucket, room = [], bucket_bytes
             if data.size == 0:
                 break
+        if hasher is not None and digests is not None:
+            digests[name] = hasher.digest()
     if bucket:
-        yield codec.bucket_to_proto(bucket)
+        yield bucket
 
 
 def layout(value: Any) -> tuple[str, tuple[int, ...]]:
