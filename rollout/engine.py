@@ -139,10 +139,11 @@ class Engine:
         prompt = len(request.prompt_ids)
         sequence = Sequence(
             sample_id=request.sample_id,
-            token_ids=list(request.prompt_ids),
+            token_ids=[*request.prompt_ids, *request.begun_ids],
             prompt_len=prompt,
             max_len=prompt + sampling.max_tokens,
             request=request,
+            spans=list(request.begun_spans),
             temperature=effective_temperature(sampling.temperature),
             row_digests=request.row_digests,
             limit="context" if prompt + sampling.max_tokens >= self.model.spec.context_length else "max_tokens",

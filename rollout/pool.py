@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,8 +33,9 @@ from rollout.events import ScoreEvent
 from rollout.manifest import manifest_digest
 from rollout.replica import Replica
 from rollout.request_limits import check_answer_size, check_limits
-from rollout.router import LiveSample, Router
+from rollout.router import Router
 from rollout.sampling import draw_seed
+from rollout.slot import LiveSample
 from rollout.tracing import traceparent
 from rollout.types import (
     Completion,
@@ -53,6 +55,7 @@ from rollout.types import (
     WeightState,
     WeightUpdate,
 )
+from rollout.watch import progress_limits
 from rollout.worker import WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -86,7 +89,7 @@ class Pool(Backend):
         self._settings = settings
         self._model = model
         self._tokenizer = tokenizer
-        self._router = Router(replicas)
+        self.router = self._router = Router(replicas, progress_limits(settings))
         self._info: WorkerInfo | None = None
         self._weights = WeightState(-1, "")
         self._paused = False
@@ -114,13 +117,24 @@ class Pool(Backend):
         self._info, self._weights = infos[0], infos[0].weights
         self._router.start()
 
-    def when_none_alive(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
-        """Call ``set_serving(False)`` once the last replica has left rotation."""
-        self._router.when_none_alive(set_serving)
+    def when_serving_changes(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
+        """Call ``set_serving`` when the last replica leaves rotation, and when one is back."""
+        self._router.when_serving_changes(set_serving)
 
     async def stop(self) -> None:
         """Abort what is live, stop every replica."""
         await self._router.stop()
+
+    @property
+    def paused(self) -> bool:
+        """Whether sampling is to stand still."""
+        return self._paused
+
+    @asynccontextmanager
+    async def steady(self) -> AsyncIterator[WorkerInfo]:
+        """What a replica has to be like to join; weights cannot change inside."""
+        async with self._update_lock:
+            yield dataclasses.replace(self._require_info(), weights=self._weights)
 
     @property
     def num_live(self) -> int:
@@ -277,6 +291,7 @@ class Pool(Backend):
                 await self._router.all("stage", update)
                 await self._stage_all(chunks)
                 await self._router.all("verify_stage")
+                self._router.weights_will_change(update.version, update.policy)
                 await self._router.all("quiesce", update.policy)
                 # From here on a sender that leaves changes nothing: half a commit would mix versions.
                 return await to_the_end(self._commit_all())
@@ -305,12 +320,14 @@ class Pool(Backend):
             if isinstance(outcome, Exception):
                 self._router.fence(name, ReplicaUnavailable(f"worker {name} failed to commit: {outcome}"))
         self._weights = states[0]
+        self._router.weights_committed()
         return self._weights
 
     async def pause(self) -> WeightState:
         """Returns once every replica stands between two steps."""
-        await self._router.all("pause")
+        # First, so that a replica that comes back meanwhile is paused as well.
         self._paused = True
+        await self._router.all("pause")
         return self._weights
 
     async def resume(self) -> WeightState:

@@ -36,6 +36,10 @@ class Replica(Protocol):
         """End the worker; what it still holds is lost."""
         ...
 
+    async def kill(self) -> None:
+        """End the worker at once, also one that does not answer; may be called again."""
+        ...
+
 
 class LocalReplica:
     """A worker in this process."""
@@ -55,6 +59,10 @@ class LocalReplica:
     async def stop(self) -> None:
         """Stop the engine's thread."""
         await self._worker.shutdown()
+
+    async def kill(self) -> None:
+        """A thread cannot be killed: it ends after its step, if that ends."""
+        await self.stop()
 
 
 class RayReplica:
@@ -84,6 +92,10 @@ class RayReplica:
         """Ask for a clean shutdown, wait 10 s at most, then kill the actor."""
         with contextlib.suppress(RolloutError, TimeoutError):
             await asyncio.wait_for(self.call("shutdown"), 10.0)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """Ray asks the process to end and, some seconds later, ends it, stopped or not."""
         ray.kill(self._actor)
 
 

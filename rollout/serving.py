@@ -26,6 +26,7 @@ from rollout.metrics import make_meter
 from rollout.pool import Pool
 from rollout.replica import LocalReplica, Replica, start_ray_replica
 from rollout.server import RunningServer, start_server
+from rollout.supervisor import RestartLimits, Supervisor
 from rollout.v1.debug_pb2_grpc import add_DebugServiceServicer_to_server
 from rollout.worker import Worker, load_tokenizer
 
@@ -43,6 +44,7 @@ class Service:
     server: RunningServer
     backend: MeteredBackend
     """the pool as the server sees it, with its calls counted"""
+    supervisor: Supervisor
     metrics: str
     """where metrics go, in words or as an address"""
 
@@ -94,6 +96,17 @@ def _replicas(settings: Settings, path: Path, in_process: bool) -> list[Replica]
     return [start_ray_replica(settings, str(path), name) for name in names]
 
 
+def _supervisor(pool: Pool, settings: Settings, path: Path, in_process: bool) -> Supervisor:
+    async def make(name: str) -> Replica:
+        return start_ray_replica(settings, str(path), name)
+
+    # A worker in this process shares its fate: there is nothing to start again.
+    attempts = 0 if in_process else settings.worker.max_restarts
+    supervisor = Supervisor(pool, make, RestartLimits(settings.worker.start_timeout_s, attempts))
+    supervisor.start()
+    return supervisor
+
+
 def _debug(replicas: list[Replica]) -> dict[str, Callable[[grpc.aio.Server], None]]:
     service = DebugService(replicas)
     return {DEBUG_NAME: lambda server: add_DebugServiceServicer_to_server(service, server)}
@@ -128,14 +141,18 @@ async def running_service(settings: Settings, *, in_process: bool = False) -> As
                 interceptors=[MeteringInterceptor(meter)],
                 further=_debug(replicas) if config.debug else None,
             )
+            supervisor: Supervisor | None = None
             try:
                 await server.set_serving(True)
-                pool.when_none_alive(server.set_serving)
-                yield Service(f"{config.host}:{server.port}", path, pool, server, backend, where)
+                pool.when_serving_changes(server.set_serving)
+                supervisor = _supervisor(pool, settings, path, in_process)
+                yield Service(f"{config.host}:{server.port}", path, pool, server, backend, supervisor, where)
             finally:
                 watching.cancel()
                 meter.close()
                 await server.stop(config.drain_s if pool.num_live else 0)
+                if supervisor is not None:
+                    await supervisor.stop()
         finally:
             await pool.stop()
 

@@ -18,6 +18,8 @@ class Stopper:
         self._longest = max((len(s) for s in sampling.stop), default=0)
         self._stream = tokenizer.stream() if tokenizer is not None and sampling.stop else None
         self._tail = ""
+        for token in request.begun_ids:
+            self.push(token)
 
     def push(self, token_id: int) -> FinishDetail | None:
         """Take the newest token; a FinishDetail when the sample ends with it."""

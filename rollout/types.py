@@ -123,6 +123,15 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) of a sample were sampled under one weight version."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class SampleRequest:
     """One sample as the engine sees it: everything resolved, nothing left to default."""
 
@@ -140,15 +149,9 @@ class SampleRequest:
     client: str = ""
     trace: str = ""
     """W3C traceparent of the call that asked; nothing sampled depends on it."""
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """Tokens [start, end) of a sample were sampled under one weight version."""
-
-    version: int
-    start: int
-    end: int
+    begun_ids: tuple[int, ...] = ()
+    begun_spans: tuple[VersionSpan, ...] = ()
+    """What another replica sampled and delivered of it already; sampling goes on behind that."""
 
 
 @dataclass(frozen=True, slots=True)

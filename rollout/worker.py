@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from rollout.types import (
     WeightState,
     WeightUpdate,
 )
+from rollout.weight_export import ExportPlace, export_bucket
 from rollout.weights import digest_of, model_digest
 
 T = TypeVar("T")
@@ -127,6 +129,18 @@ class Worker:
             total_pages=engine.pages.num_pages,
             weights=self._thread.weights,
         )
+
+    async def busy_s(self) -> float:
+        """Seconds since the engine's present turn began; 0 while it has nothing to do."""
+        return self._thread.busy_s
+
+    async def pid(self) -> int:
+        """Of the process that hosts the engine."""
+        return os.getpid()
+
+    async def export(self, place: ExportPlace, most_bytes: int) -> tuple[list[TensorChunk], ExportPlace | None]:
+        """A bucket of the weights being served, from ``place`` on, and the next place; None after the last byte."""
+        return await self._do(lambda: export_bucket(self._engine.model, place, most_bytes))
 
     async def stats(self) -> EngineStats:
         """Counts since the start, without waiting for a step to end."""
