@@ -10,6 +10,7 @@
     ├── CertificateError            FAILED_PRECONDITION  strict serving without a certificate that matches and holds
     ├── ParityError                 DATA_LOSS            two sides that must hold the same bits do not
     ├── ReplicaUnavailable          UNAVAILABLE          a worker died or is fenced
+    │   └── WeightsMoved            ABORTED              a begun sample cannot go on: its weights are no longer served
     ├── RequestAborted              ABORTED              ended by the service, not by its own limits
     └── ConfigError                 INVALID_ARGUMENT     settings that cannot start a service
 
@@ -108,6 +109,13 @@ class ReplicaUnavailable(RolloutError):
 
     code = "UNAVAILABLE"
     reason = "REPLICA_UNAVAILABLE"
+
+
+class WeightsMoved(ReplicaUnavailable):
+    """A begun sample cannot go on: the weights that sampled it are no longer served. Submit it anew."""
+
+    code = "ABORTED"
+    reason = "WEIGHTS_MOVED"
 
 
 class RequestAborted(RolloutError):

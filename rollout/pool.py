@@ -36,6 +36,7 @@ from rollout.request_limits import check_answer_size, check_limits
 from rollout.router import Router
 from rollout.sampling import draw_seed
 from rollout.slot import LiveSample
+from rollout.spans import NOT_BEGUN
 from rollout.tracing import traceparent
 from rollout.types import (
     Completion,
@@ -151,14 +152,17 @@ class Pool(Backend):
         Raises:
             InvalidRequest: n, sample_index, prompt, sampling, priority or top_logprobs out of range.
             CapacityExceeded: the replica's queue, or this client's part of it, is full.
-            ReplicaUnavailable: no replica could finish.
+            ReplicaUnavailable: no replica could finish. WeightsMoved: nor go on with what was begun.
         """
         samples = [dataclasses.replace(s, trace=traceparent()) for s in await self._samples(request)]
         ids = [s.sample_id for s in samples]
         self._requests[request.request_id] = ids
         queue: asyncio.Queue[Any] = asyncio.Queue()
         try:
-            await self._router.submit([LiveSample(s, queue) for s in samples])
+            if request.resume is not None:
+                await self._router.submit_begun(LiveSample.resumed(samples[0], request.resume, queue))
+            else:
+                await self._router.submit([LiveSample(s, queue) for s in samples])
             summaries: list[SampleSummary] = []
             while len(summaries) < len(samples):
                 event = await queue.get()
@@ -203,6 +207,7 @@ class Pool(Backend):
                 request.prompt_logprobs,
                 request.priority,
                 request.client,
+                begun=request.resume or NOT_BEGUN,
             ),
         )
         # The prompt is the same for all: one of them says its log-probs, the others may use its pages.

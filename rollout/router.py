@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from rollout.chunks import cut_tokens
-from rollout.errors import ParityError, ReplicaUnavailable, RolloutError
+from rollout.errors import ParityError, ReplicaUnavailable, RolloutError, WeightsMoved
 from rollout.events import Event, FailureEvent, ScoreEvent
 from rollout.replica import Replica
 from rollout.roster import Roster
@@ -59,6 +59,12 @@ class Router(Roster):
         requests = [s.request for s in samples if s.request is not None]
         named = {r.sample_id: s for r, s in zip(requests, samples, strict=True)}
         await self._place(self._least_loaded(), named, "submit", requests)
+
+    async def submit_begun(self, live: LiveSample) -> None:
+        """Queue a sample whose client has its beginning, where its weights are still served; a failure is an event."""
+        assert live.request is not None
+        self._homeless[live.request.sample_id] = live
+        await self._replay(live.request.sample_id, live)
 
     async def submit_scores(
         self,
@@ -182,7 +188,7 @@ class Router(Roster):
     def _spoiled(self, slot: Slot, sample_id: str, live: LiveSample, again: bool, version: int) -> bool:
         """Fail a replayed sample that weights have overtaken: what comes ``again`` need not be what the client has, and
         what is new may follow only where the update's policy lets samples cross it."""
-        fine = live.versions <= {version} if again else not live.deaths or self._may_go_on(live, version)
+        fine = live.versions <= {version} if again else not live.moved or self._may_go_on(live, version)
         if fine:
             return False
         self._refuse(slot, sample_id, live, _changed_weights(live, version))
@@ -212,6 +218,7 @@ class Router(Roster):
         for sample_id, live in orphans.items():
             live.placed.clear()
             live.deaths += 1
+            live.moved = True
             self._homeless[sample_id] = live
             self._start(self._replay(sample_id, live))
 
@@ -255,8 +262,8 @@ class Router(Roster):
                 self._fence(slot, error)
 
 
-def _changed_weights(live: LiveSample, version: int) -> ReplicaUnavailable:
-    return ReplicaUnavailable(
-        f"the replica died after {live.delivered} tokens sampled under versions {sorted(live.versions)}, replicas now "
+def _changed_weights(live: LiveSample, version: int) -> WeightsMoved:
+    return WeightsMoved(
+        f"the replica left after {live.delivered} tokens sampled under versions {sorted(live.versions)}, replicas now "
         f"serve {version}: the same tokens cannot be drawn again; submit the request anew"
     )

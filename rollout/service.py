@@ -47,7 +47,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         """Stream the backend's events; however the call ends, the backend's iterator is closed before it does."""
         codec.refuse_unknown_fields(request)
         decoded = codec.generate_request_from_proto(request, encode=self._backend.encode)
-        async with self._named(decoded.request_id) as request_id:
+        async with self._named(decoded.request_id, take_over=decoded.resume is not None) as request_id:
             client = client_of(context)
             events = self._backend.generate(replace(decoded, request_id=request_id, client=client))
             async with aclosing(events):
@@ -99,15 +99,18 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         return pb.ResumeResponse(weights=codec.weights_to_proto(await self._backend.resume()))
 
     @asynccontextmanager
-    async def _named(self, request_id: str) -> AsyncIterator[str]:
+    async def _named(self, request_id: str, *, take_over: bool = False) -> AsyncIterator[str]:
         """Hold the name for the length of the call, or a new one for an empty name.
 
-        A name whose call the client has already left is not live: its owner may use it again, once the cleanup is done.
+        With ``take_over`` a live call of that name ends first: its client says that it lost the stream. A name whose
+        call the client has already left is not live: its owner may use it again, once the cleanup is done.
         """
         name = request_id or secrets.token_hex(16)
         while (holder := self._live.get(name)) is not None:
             # grpc.aio cancels the task when the client goes; the context does not tell before the call has ended.
-            if not holder.task.cancelling():
+            if take_over:
+                holder.task.cancel()
+            elif not holder.task.cancelling():
                 raise DuplicateRequest(
                     f"request_id = {name!r} belongs to a live request; wait for its end, abort it, or use another id",
                     field="request_id",

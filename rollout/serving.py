@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import grpc.aio
 import ray
 
+from rollout.adoption import adopt_workers
 from rollout.assets import prepare_model
 from rollout.config import Settings
 from rollout.debug_service import SERVICE_NAME as DEBUG_NAME
@@ -24,7 +26,7 @@ from rollout.metered import MeteredBackend
 from rollout.metering import MeteringInterceptor
 from rollout.metrics import make_meter
 from rollout.pool import Pool
-from rollout.replica import LocalReplica, Replica, start_ray_replica
+from rollout.replica import AbsentReplica, LocalReplica, Replica, start_ray_replica
 from rollout.server import RunningServer, start_server
 from rollout.supervisor import RestartLimits, Supervisor
 from rollout.v1.debug_pb2_grpc import add_DebugServiceServicer_to_server
@@ -89,16 +91,18 @@ def _check_cpus(settings: Settings) -> None:
         )
 
 
-def _replicas(settings: Settings, path: Path, in_process: bool) -> list[Replica]:
+async def _replicas(settings: Settings, path: Path, owner: str, in_process: bool) -> list[Replica]:
     names = [f"replica-{i}" for i in range(settings.worker.count)]
     if in_process:
         return [LocalReplica(Worker(settings, str(path), name), name) for name in names]
-    return [start_ray_replica(settings, str(path), name) for name in names]
+    if settings.worker.outlive_gateway_s and (found := await adopt_workers(settings, str(path), names, owner)):
+        return [found.get(name) or AbsentReplica(name) for name in names]
+    return [start_ray_replica(settings, str(path), name, owner) for name in names]
 
 
-def _supervisor(pool: Pool, settings: Settings, path: Path, in_process: bool) -> Supervisor:
+def _supervisor(pool: Pool, settings: Settings, path: Path, owner: str, in_process: bool) -> Supervisor:
     async def make(name: str) -> Replica:
-        return start_ray_replica(settings, str(path), name)
+        return start_ray_replica(settings, str(path), name, owner)
 
     # A worker in this process shares its fate: there is nothing to start again.
     attempts = 0 if in_process else settings.worker.max_restarts
@@ -121,7 +125,8 @@ async def running_service(settings: Settings, *, in_process: bool = False) -> As
     """
     path = await asyncio.get_running_loop().run_in_executor(None, prepare_model, settings.model.path)
     with contextlib.nullcontext() if in_process else ray_cluster(settings):
-        replicas = _replicas(settings, path, in_process)
+        owner = secrets.token_hex(8)
+        replicas = await _replicas(settings, path, owner, in_process)
         pool = Pool(replicas, settings, settings.model.path, load_tokenizer(settings, path))
         try:
             await pool.start()
@@ -145,7 +150,7 @@ async def running_service(settings: Settings, *, in_process: bool = False) -> As
             try:
                 await server.set_serving(True)
                 pool.when_serving_changes(server.set_serving)
-                supervisor = _supervisor(pool, settings, path, in_process)
+                supervisor = _supervisor(pool, settings, path, owner, in_process)
                 yield Service(f"{config.host}:{server.port}", path, pool, server, backend, supervisor, where)
             finally:
                 watching.cancel()

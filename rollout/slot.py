@@ -8,7 +8,8 @@ from typing import Any
 
 from rollout.errors import ReplicaUnavailable, RolloutError
 from rollout.replica import Replica
-from rollout.types import SampleRequest, ScoreOptions, ScoreSequence, TokenChunk, VersionSpan
+from rollout.spans import BegunSample, VersionSpan
+from rollout.types import SampleRequest, ScoreOptions, ScoreSequence, TokenChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,18 @@ class LiveSample:
     """weight versions of what was delivered, the prompt's log-probs included"""
     deaths: int = 0
     """replicas that left rotation while they held it"""
+    moved: bool = False
+    """whether it goes on where another replica, or another gateway, left off"""
     score: ScoreCall | None = None
     """what to score, when ``request`` is None"""
     placed: asyncio.Event = field(default_factory=asyncio.Event)
     """set while a replica has it, or once it has failed; clear while a replay looks for a replica"""
+
+    @classmethod
+    def resumed(cls, request: SampleRequest, begun: BegunSample, queue: asyncio.Queue[Any]) -> LiveSample:
+        """One whose client has its beginning."""
+        versions = {span.version for span in begun.spans}
+        return cls(request, queue, [*begun.token_ids], [*begun.spans], bool(begun.token_ids), versions, moved=True)
 
     @property
     def delivered(self) -> int:
@@ -61,8 +70,7 @@ class LiveSample:
         assert self.request is not None, "scored sequences are scored again, whole"
         return replace(
             self.request,
-            begun_ids=tuple(self.token_ids),
-            begun_spans=tuple(self.spans),
+            begun=BegunSample(tuple(self.token_ids), tuple(self.spans)),
             prompt_logprobs=self.request.prompt_logprobs and not self.prompt_delivered,
         )
 

@@ -73,8 +73,11 @@ class Supervisor:
         self._revivals: dict[str, asyncio.Task[None]] = {}
 
     def start(self) -> None:
-        """Take care of every replica that leaves from now on."""
+        """Take care of every replica that has left, or leaves from now on."""
         self._router.when_one_leaves(self._left)
+        for slot in self._router.slots():
+            if not slot.alive:
+                self._left(slot.name)
 
     async def stop(self) -> None:
         """Start nothing any more."""

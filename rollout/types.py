@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from rollout.spans import NOT_BEGUN, BegunSample
+from rollout.spans import VersionSpan as VersionSpan
+
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 UInt64Array = npt.NDArray[np.uint64]
@@ -120,15 +123,8 @@ class GenerateRequest:
     """Higher is admitted first and preempted last. Changes no bit."""
     client: str = ""
     """Whose fair share it counts against; the service fills it in."""
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """Tokens [start, end) of a sample were sampled under one weight version."""
-
-    version: int
-    start: int
-    end: int
+    resume: BegunSample | None = None
+    """What the client has of the one sample asked for; takes over from a live call with the same id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +145,8 @@ class SampleRequest:
     client: str = ""
     trace: str = ""
     """W3C traceparent of the call that asked; nothing sampled depends on it."""
-    begun_ids: tuple[int, ...] = ()
-    begun_spans: tuple[VersionSpan, ...] = ()
-    """What another replica sampled and delivered of it already; sampling goes on behind that."""
+    begun: BegunSample = NOT_BEGUN
+    """What was sampled and delivered of it already, by another replica; sampling goes on behind that."""
 
 
 @dataclass(frozen=True, slots=True)

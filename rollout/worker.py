@@ -231,6 +231,13 @@ class Worker:
         self._spans.see(events)
         return events
 
+    async def abandon(self) -> None:
+        """Drop everything that runs, waits or is staged, and whatever nobody fetched; the weights stay."""
+        await self.release()
+        await self._do(lambda: [self._engine.abort(i, "its gateway is gone") for i in self._engine.live_ids])
+        self._thread.outbox.take(0.0)
+        await self.resume()
+
     # ---- control ------------------------------------------------------------------------------------------------
 
     async def pause(self) -> None:
