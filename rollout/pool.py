@@ -103,15 +103,9 @@ class Pool(Backend):
         Raises:
             ReplicaUnavailable: a replica did not come up in time. ParityError: replicas differ in manifest or weights.
         """
-        timeout = self._settings.worker.start_timeout_s
-        try:
-            infos: list[WorkerInfo] = await asyncio.wait_for(self._router.all("info"), timeout)
-        except TimeoutError:
-            raise ReplicaUnavailable(
-                f"{len(self._router.replicas)} replicas were not ready after {timeout} s (worker.start_timeout_s): "
-                f"each asks for {self._settings.worker.num_cpus} CPUs {self._settings.worker.resources or ''}; "
-                "check that the cluster has them free"
-            ) from None
+        worker = self._settings.worker
+        asked = f"{worker.num_cpus:g} CPUs {worker.resources or ''}".strip()
+        infos = await self._router.first_infos(worker.start_timeout_s, asked)
         for info in infos[1:]:
             if info.manifest != infos[0].manifest or info.weights != infos[0].weights:
                 raise ParityError(f"replicas {infos[0].name} and {info.name} differ in manifest or weights")

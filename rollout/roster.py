@@ -13,6 +13,7 @@ from rollout.replica import Replica
 from rollout.slot import LiveSample, Slot
 from rollout.types import ReplicaLoad, WeightState
 from rollout.watch import ProgressLimits, watch
+from rollout.worker import WorkerInfo
 
 log = logging.getLogger(__name__)
 _LOAD_S = 5.0
@@ -115,6 +116,38 @@ class Roster:
                 else "no replica is alive; restart the service"
             )
         return alive
+
+    async def first_infos(self, timeout_s: float, asked: str) -> list[WorkerInfo]:
+        """What the replicas are, once all have loaded; those that are gone already are fenced.
+
+        Args:
+            timeout_s: for all of them.
+            asked: what each asks the cluster for, in words.
+
+        Raises:
+            ReplicaUnavailable: naming those that were not ready in time. RolloutError: why one refuses to start.
+        """
+        calls = {slot: asyncio.ensure_future(slot.call("info")) for slot in self._slots.values()}
+        _, late = await asyncio.wait(calls.values(), timeout=timeout_s)
+        for call in late:
+            call.cancel()
+        if late:
+            names = ", ".join(slot.name for slot, call in calls.items() if call in late)
+            raise ReplicaUnavailable(
+                f"{len(late)} of {len(calls)} replicas were not ready after {timeout_s:g} s (worker.start_timeout_s): "
+                f"{names}; each asks for {asked}: check that a node of the cluster has them free"
+            )
+        infos: list[WorkerInfo] = []
+        for slot, call in calls.items():
+            error = call.exception()
+            if isinstance(error, ReplicaUnavailable) and len(calls) > 1:
+                self._fence(slot, error)
+            elif error is not None:
+                raise error
+            else:
+                infos.append(call.result())
+        self._alive()
+        return infos
 
     # ---- calls --------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import typer
 
 from rollout import cli
 from rollout.cli_certify import register as register_certify
+from rollout.cli_replicas import register as register_replicas
 from rollout.config import describe
 from rollout.v1 import rollout_pb2
 from trainer_bridge.cli import register
@@ -18,6 +19,7 @@ from trainer_bridge.cli import register
 if not any(c.callback is not None and c.callback.__name__ == "demo" for c in cli.app.registered_commands):
     register(cli.app)
     register_certify(cli.app)
+    register_replicas(cli.app)
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",

@@ -36,7 +36,7 @@ KINDS: tuple[tuple[str, ...], ...] = (
     ("slow", "recompute"),
     ("gateway",),
 )
-"""Faults of a schedule, by its seed: kill and stop a worker, slow one down, drop all streams, update under a policy, kill
+"""Faults of a schedule, by seed: kill or stop a worker, slow one down, drop all streams, update under a policy, kill
 the gateway, fill the records' disk."""
 _FATAL = {"kill", "stop"}
 _KINDS: list[dict[str, Any]] = [{}, {"temperature": 0.7, "top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}]
