@@ -37,7 +37,7 @@ class RestartLimits:
     """How hard a start is tried."""
 
     start_s: float
-    """seconds from creation to rotation"""
+    """seconds to load, and again to get the present weights"""
     attempts: int
     """failed starts in a row after which a replica stays out; 0: it is never started again"""
 
@@ -116,9 +116,8 @@ class Supervisor:
         """Whether there is an end of trying: it serves, or never will. False: another attempt may help."""
         newcomer: Replica | None = None
         try:
-            async with asyncio.timeout(self._limits.start_s):
-                newcomer = await self._make(name)
-                await self._welcome(newcomer)
+            newcomer = await self._make(name)
+            await self._welcome(newcomer)
         except BaseException as error:
             if newcomer is not None:
                 await newcomer.kill()
@@ -136,8 +135,10 @@ class Supervisor:
 
     async def _welcome(self, newcomer: Replica) -> None:
         """From loaded to admitted. Updates wait meanwhile, so that it cannot miss one."""
-        info: WorkerInfo = await newcomer.call("info")
-        async with self._pool.steady() as standing:
+        async with asyncio.timeout(self._limits.start_s):
+            info: WorkerInfo = await newcomer.call("info")
+        # No deadline on the wait for an update that lets long samples finish: it has its own ends.
+        async with self._pool.steady() as standing, asyncio.timeout(self._limits.start_s):
             if info.manifest != standing.manifest:
                 raise ParityError(f"replica {newcomer.name} was started again with another manifest than the others'")
             stale = ""
