@@ -125,7 +125,7 @@ class _Resumption:
             full = isinstance(failure, CapacityExceeded) and any(self._tokens.values())
             if late or not (full or _passing(failure)):
                 raise failure
-            log.warning("request %s broke off (%s); going on", self._request.request_id, failure)
+            log.info("request %s broke off (%s); going on", self._request.request_id, failure)
         return not failures
 
     async def _follow(self, request: GenerateRequest) -> None:

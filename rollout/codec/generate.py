@@ -107,7 +107,8 @@ def _resume(message: pb.Resume, n: int) -> BegunSample:
     if n != 1:
         raise InvalidRequest(f"n = {n}: samples are resumed one at a time, by sample_index", field="n")
     tokens = tuple(message.tokens.ids)
-    check_token_ids(tokens, "resume.tokens.ids")
+    if tokens:
+        check_token_ids(tokens, "resume.tokens.ids")
     spans = tuple(VersionSpan(s.version, s.start, s.end) for s in message.spans)
     edges = [0, *(s.end for s in spans)]
     whole = [s.start for s in spans] == edges[:-1] and edges[-1] == len(tokens)

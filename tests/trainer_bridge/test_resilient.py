@@ -64,6 +64,8 @@ async def test_a_stream_that_is_cut_again_and_again(tiny_qwen3_path: Path) -> No
         assert result.request_id == request.request_id and result.sampling.max_tokens == 120
         assert sum(len(e.token_ids) for e in events if isinstance(e, TokenChunk)) == 240
         assert len([e for e in events if isinstance(e, PromptChunk)]) == 1 and result.prompt is not None
+        nothing = replace(request, n=1, prompt_logprobs=False, resume=BegunSample((), ()))
+        assert len(await _tokens(client, nothing)) == 120, "a client may have an id and no token yet"
         calm = await generate_resumed(client, request)
         assert bits(calm) == expected and calm.prompt is not None
         assert calm.prompt.logprobs.tobytes() == result.prompt.logprobs.tobytes()
