@@ -13,7 +13,7 @@ import grpc.aio
 
 from rollout import codec
 from rollout.backend import Backend
-from rollout.errors import DuplicateRequest, RolloutError
+from rollout.errors import DuplicateRequest, RequestAborted, RolloutError
 from rollout.interceptors import client_of
 from rollout.types import TensorChunk
 from rollout.v1 import rollout_pb2 as pb
@@ -28,6 +28,7 @@ _DRAIN_IDLE_S = 0.5
 class _LiveCall:
     task: asyncio.Task[Any]
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    taken_over: bool = False
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
@@ -108,7 +109,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         name = request_id or secrets.token_hex(16)
         while (holder := self._live.get(name)) is not None:
             # grpc.aio cancels the task when the client goes; the context does not tell before the call has ended.
-            if take_over:
+            if take_over and not holder.task.cancelling():
+                holder.taken_over = True
                 holder.task.cancel()
             elif not holder.task.cancelling():
                 raise DuplicateRequest(
@@ -121,6 +123,12 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         call = self._live[name] = _LiveCall(task)
         try:
             yield name
+        except asyncio.CancelledError:
+            if not call.taken_over:
+                raise
+            # A cancelled handler leaves its client without a status.
+            task.uncancel()
+            raise RequestAborted(f"request_id = {name!r} was taken over by a call that resumes it") from None
         finally:
             del self._live[name]
             call.ended.set()

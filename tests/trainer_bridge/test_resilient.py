@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollout.codec import GenerateEvent
-from rollout.errors import InvalidRequest, ReplicaUnavailable, WeightsMoved
+from rollout.errors import InvalidRequest, ReplicaUnavailable, RequestAborted, WeightsMoved
 from rollout.serving import Service
 from rollout.spans import BegunSample
 from rollout.types import Completion, GenerateRequest, PromptChunk, TokenChunk, UpdatePolicy, VersionSpan
@@ -128,9 +128,13 @@ async def test_a_resumption_takes_over_the_call_before_it(tiny_qwen3_path: Path)
             rest = asyncio.ensure_future(_tokens(client, request))
             gate.open()
             assert [*have, *await soon(rest)] == calm.samples[0].token_ids.tolist()
-        with pytest.raises(Exception, match="CANCELLED"):
-            await soon(anext(aiter([e async for e in first])))  # type: ignore[call-overload]
+        with pytest.raises(RequestAborted, match="taken over"):
+            await soon(_rest(first))
         await assert_idle(client)
+
+
+async def _rest(events: AsyncIterator[GenerateEvent]) -> list[GenerateEvent]:
+    return [event async for event in events]
 
 
 async def _tokens(client: AsyncRolloutClient, request: GenerateRequest) -> list[int]:
