@@ -85,15 +85,15 @@ class _Resumption:
         return self._whole.result()
 
     def _rests(self) -> list[GenerateRequest]:
-        """One request a sample that has not ended."""
-        alone = self._request.n == 1
+        """One request a sample that has not ended; the prompt's log-probs come with the first one."""
+        alone, first = self._request.n == 1, self._request.sample_index
         return [
             dataclasses.replace(
                 self._request,
                 request_id=self._request.request_id if alone else f"{self._request.request_id}/{index}",
                 n=1,
                 sample_index=index,
-                prompt_logprobs=self._request.prompt_logprobs and not self._prompt,
+                prompt_logprobs=self._request.prompt_logprobs and not self._prompt and index == first,
                 resume=BegunSample(tuple(self._tokens[index]), tuple(self._spans[index])),
             )
             for index in self._tokens
