@@ -96,7 +96,8 @@ def _check_room(settings: Settings) -> None:
                 field="worker.count",
             )
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    places = sum(min((int(node.get(name, 0.0) / each + 1e-6) for name, each in asked.items()), default=1) for node in nodes)
+    fits = [[int(node.get(name, 0.0) / each + 1e-6) for name, each in asked.items()] for node in nodes]
+    places = sum(min(each, default=0) for each in fits)
     if asked and places < worker.count:
         raise ConfigError(
             f"a replica lies on one node, and the {len(nodes)} nodes have room for {places} that ask for {asked} each, "
