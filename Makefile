@@ -176,3 +176,9 @@ bench-dashboard: setup $(CHROMIUM) ## 10 million token rows: first paint and eve
 
 scale: setup ## simulate 8 to 4,096 NPUs
 	@$(BIN)/python -m benchmarks.scale_sim
+
+# make chaos CHAOS='--schedules 40 --first 20'
+CHAOS ?=
+
+chaos: setup ## 200 seeded fault schedules against a real service: nothing lost, doubled or unequal; about 20 minutes
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.chaos.suite $(CHAOS)

@@ -102,6 +102,12 @@ class WorkerSettings(_Section):
         default_factory=dict, description='Further Ray resources of each replica, such as {"NPU": 1}.'
     )
     start_timeout_s: float = Field(120, gt=0, description="Seconds until a replica must have loaded its model.")
+    answer_timeout_s: float = Field(30, gt=0, description="Seconds without any answer after which a worker hangs.")
+    step_timeout_s: float = Field(300, gt=0, description="Seconds in one step after which an engine hangs.")
+    max_restarts: int = Field(5, ge=0, description="Failed starts in a row after which a replica stays out.")
+    outlive_gateway_s: float = Field(
+        0, ge=0, description="Seconds that workers wait for a new gateway after theirs died; 0: they end with it."
+    )
 
 
 class ServerSettings(RequestLimits, AccessSettings):

@@ -22,7 +22,7 @@ class DebugService(debug_pb2_grpc.DebugServiceServicer):
     """Asks a replica by name."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
-        self._replicas = {replica.name: replica for replica in replicas}
+        self._replicas = replicas
 
     async def Trace(self, request: pb.TraceRequest, context: Context) -> pb.TraceResponse:
         """Replay on the engine's thread, between two steps."""
@@ -37,7 +37,9 @@ class DebugService(debug_pb2_grpc.DebugServiceServicer):
             yield part
 
     def _replica(self, name: str) -> Replica:
-        found = self._replicas.get(name) if name else next(iter(self._replicas.values()))
+        # Looked up anew each time: one that was started again stands in the old one's place.
+        found = next((r for r in self._replicas if name in ("", r.name)), None)
         if found is None:
-            raise NotFound(f"no replica {name!r}; there are {', '.join(self._replicas)}", field="replica")
+            known = ", ".join(r.name for r in self._replicas)
+            raise NotFound(f"no replica {name!r}; there are {known}", field="replica")
         return found

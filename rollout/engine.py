@@ -32,7 +32,7 @@ from rollout.request_checks import check_ids, check_top, without_placeholders
 from rollout.sampling import sample_seed, validate_sampling
 from rollout.scheduler import Scheduler, SchedulerLimits
 from rollout.sequence import Sequence
-from rollout.stopping import Stopper
+from rollout.stopping import Stopper, check_room
 from rollout.token_sampler import TokenSampler
 from rollout.top_logprobs import tops_of
 from rollout.types import (
@@ -129,9 +129,12 @@ class Engine:
                 field="sampling.stop" if sampling.stop else "sampling.bar_undefined_tokens",
             )
         check_top(request.top_logprobs, spec.vocab_size)
+        if request.begun.token_ids:
+            self._check_ids(request.begun.token_ids, "resume.tokens")
         if sampling.seed is None:
             raise InvalidRequest("a sample reached the engine without a seed", field="sampling.seed")
         wanted = room if sampling.max_tokens is None else sampling.max_tokens
+        check_room(request.begun, min(wanted, room))
         return dataclasses.replace(request, sampling=dataclasses.replace(sampling, max_tokens=min(wanted, room)))
 
     def add(self, request: SampleRequest) -> None:
@@ -145,10 +148,11 @@ class Engine:
         prompt = len(request.prompt_ids)
         sequence = Sequence(
             sample_id=request.sample_id,
-            token_ids=list(request.prompt_ids),
+            token_ids=[*request.prompt_ids, *request.begun.token_ids],
             prompt_len=prompt,
             max_len=prompt + sampling.max_tokens,
             request=request,
+            spans=list(request.begun.spans),
             temperature=effective_temperature(sampling.temperature),
             row_digests=request.row_digests,
             limit="context" if prompt + sampling.max_tokens >= self.model.spec.context_length else "max_tokens",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -49,6 +50,7 @@ class EngineThread:
         self._stage: WeightStage | None = None
         self._broken: RolloutError | None = None
         self._doomed: Exception | None = None
+        self._turn_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="zerodrift-engine", daemon=True)
 
     def start(self) -> None:
@@ -78,6 +80,12 @@ class EngineThread:
     def broken(self) -> RolloutError | None:
         """What ended the engine, if something did."""
         return self._broken
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the present turn of commands and one step has taken; 0 while there is nothing to do."""
+        began = self._turn_began
+        return 0.0 if began is None else time.monotonic() - began
 
     @property
     def weights(self) -> WeightState:
@@ -207,8 +215,10 @@ class EngineThread:
         return busy and not self._paused and not self._quiesced
 
     def _wait_for_work(self) -> bool:
+        self._turn_began = None
         with self._wake:
             self._wake.wait_for(lambda: self._stopping or self._commands or self._has_steps())
+            self._turn_began = time.monotonic()
             return not self._stopping
 
     def _run_commands(self) -> None:
@@ -238,6 +248,7 @@ class EngineThread:
 
     def _end(self, reason: RolloutError) -> None:
         """Nobody waits for ever: commands, a drain in progress and every live sequence get an answer."""
+        self._turn_began = None
         failures: list[Event] = [FailureEvent(sample_id, reason) for sample_id in self.engine.live_ids]
         self._refuse_commands(reason)
         if self._draining is not None:

@@ -12,6 +12,7 @@
     ├── ReplicaUnavailable          UNAVAILABLE          a worker died or is fenced
     ├── Unauthenticated             UNAUTHENTICATED      no token, or one that is not known
     ├── PermissionDenied            PERMISSION_DENIED    the caller is known and may not do this
+    │   └── WeightsMoved            ABORTED              a begun sample cannot go on: its weights are no longer served
     ├── RequestAborted              ABORTED              ended by the service, not by its own limits
     └── ConfigError                 INVALID_ARGUMENT     settings that cannot start a service
 
@@ -124,6 +125,13 @@ class PermissionDenied(RolloutError):
 
     code = "PERMISSION_DENIED"
     reason = "PERMISSION_DENIED"
+
+
+class WeightsMoved(ReplicaUnavailable):
+    """A begun sample cannot go on: the weights that sampled it are no longer served. Submit it anew."""
+
+    code = "ABORTED"
+    reason = "WEIGHTS_MOVED"
 
 
 class RequestAborted(RolloutError):

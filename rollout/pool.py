@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,10 @@ from rollout.events import ScoreEvent
 from rollout.manifest import manifest_digest
 from rollout.replica import Replica
 from rollout.request_limits import check_answer_size, check_limits
-from rollout.router import LiveSample, Router
+from rollout.router import Router
 from rollout.sampling import draw_seed
+from rollout.slot import LiveSample
+from rollout.spans import NOT_BEGUN
 from rollout.stream_buffer import StreamBuffers
 from rollout.tracing import traceparent
 from rollout.types import (
@@ -53,6 +56,7 @@ from rollout.types import (
     WeightState,
     WeightUpdate,
 )
+from rollout.watch import progress_limits
 from rollout.weight_intake import Intake
 from rollout.weight_updates import commit_all, digests_of_all, stage_all, to_the_end
 from rollout.worker import WorkerInfo
@@ -68,7 +72,7 @@ class Pool(Backend):
         self._settings = settings
         self._model = model
         self._tokenizer = tokenizer
-        self._router = Router(replicas)
+        self.router = self._router = Router(replicas, progress_limits(settings))
         self._buffers = StreamBuffers(settings.server)
         self._info: WorkerInfo | None = None
         self._weights = WeightState(-1, "")
@@ -82,28 +86,33 @@ class Pool(Backend):
         Raises:
             ReplicaUnavailable: a replica did not come up in time. ParityError: replicas differ in manifest or weights.
         """
-        timeout = self._settings.worker.start_timeout_s
-        try:
-            infos: list[WorkerInfo] = await asyncio.wait_for(self._router.all("info"), timeout)
-        except TimeoutError:
-            raise ReplicaUnavailable(
-                f"{len(self._router.replicas)} replicas were not ready after {timeout} s (worker.start_timeout_s): "
-                f"each asks for {self._settings.worker.num_cpus} CPUs {self._settings.worker.resources or ''}; "
-                "check that the cluster has them free"
-            ) from None
+        worker = self._settings.worker
+        asked = f"{worker.num_cpus:g} CPUs {worker.resources or ''}".strip()
+        infos = await self._router.first_infos(worker.start_timeout_s, asked)
         for info in infos[1:]:
             if info.manifest != infos[0].manifest or info.weights != infos[0].weights:
                 raise ParityError(f"replicas {infos[0].name} and {info.name} differ in manifest or weights")
         self._info, self._weights = infos[0], infos[0].weights
         self._router.start()
 
-    def when_none_alive(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
-        """Call ``set_serving(False)`` once the last replica has left rotation."""
-        self._router.when_none_alive(set_serving)
+    def when_serving_changes(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
+        """Call ``set_serving`` when the last replica leaves rotation, and when one is back."""
+        self._router.when_serving_changes(set_serving)
 
     async def stop(self) -> None:
         """Abort what is live, stop every replica."""
         await self._router.stop()
+
+    @property
+    def paused(self) -> bool:
+        """Whether sampling is to stand still."""
+        return self._paused
+
+    @asynccontextmanager
+    async def steady(self) -> AsyncIterator[WorkerInfo]:
+        """What a replica has to be like to join; weights cannot change inside."""
+        async with self._update_lock:
+            yield dataclasses.replace(self._require_info(), weights=self._weights)
 
     @property
     def num_live(self) -> int:
@@ -120,14 +129,18 @@ class Pool(Backend):
         Raises:
             InvalidRequest: n, sample_index, prompt, sampling, priority or top_logprobs out of range.
             CapacityExceeded: the replica's queue, or this client's part of it, is full.
-            ReplicaUnavailable: no replica could finish. RequestAborted: the reader fell too far behind.
+            ReplicaUnavailable: no replica could finish. WeightsMoved: nor go on with what was begun. RequestAborted:
+                the reader fell too far behind.
         """
         samples = [dataclasses.replace(s, trace=traceparent()) for s in await self._samples(request)]
         ids = [s.sample_id for s in samples]
         self._requests[request.request_id] = ids
         queue = self._buffers.open()
         try:
-            await self._router.submit([LiveSample(s, queue) for s in samples])
+            if request.resume is not None:
+                await self._router.submit_begun(LiveSample.resumed(samples[0], request.resume, queue))
+            else:
+                await self._router.submit([LiveSample(s, queue) for s in samples])
             summaries: list[SampleSummary] = []
             while len(summaries) < len(samples):
                 event = await queue.get()
@@ -174,6 +187,7 @@ class Pool(Backend):
                 request.priority,
                 request.client,
                 images=request.images,
+                begun=request.resume or NOT_BEGUN,
             ),
         )
         # The prompt is the same for all: one of them says its log-probs, the others may use its pages.
@@ -263,6 +277,7 @@ class Pool(Backend):
                 await self._router.all("stage", update)
                 digest = await stage_all(self._router, intake)
                 await self._router.all("verify_stage", digest)
+                self._router.weights_will_change(update.version, update.policy)
                 await self._router.all("quiesce", update.policy)
                 # From here on a sender that leaves changes nothing: half a commit would mix versions.
                 return await to_the_end(self._commit_all(update))
@@ -271,12 +286,14 @@ class Pool(Backend):
 
     async def _commit_all(self, update: WeightUpdate) -> WeightState:
         self._weights = await commit_all(self._router, update)
+        self._router.weights_committed()
         return self._weights
 
     async def pause(self) -> WeightState:
         """Returns once every replica stands between two steps."""
-        await self._router.all("pause")
+        # First, so that a replica that comes back meanwhile is paused as well.
         self._paused = True
+        await self._router.all("pause")
         return self._weights
 
     async def resume(self) -> WeightState:

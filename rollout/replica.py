@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from rollout import tracing
+from rollout.actor_worker import ActorWorker
 from rollout.config import Settings
 from rollout.errors import ReplicaUnavailable, RolloutError
 from rollout.kernels.npu import environment
 from rollout.kernels.registry import kernel_name
 from rollout.openmp import spin_setting
-from rollout.worker import Worker, WorkerInfo
+from rollout.worker import Worker
 
 
 class Replica(Protocol):
@@ -34,6 +35,10 @@ class Replica(Protocol):
 
     async def stop(self) -> None:
         """End the worker; what it still holds is lost."""
+        ...
+
+    async def kill(self) -> None:
+        """End the worker at once, also one that does not answer; may be called again."""
         ...
 
 
@@ -56,18 +61,29 @@ class LocalReplica:
         """Stop the engine's thread."""
         await self._worker.shutdown()
 
+    async def kill(self) -> None:
+        """A thread cannot be killed: it ends after its step, if that ends."""
+        await self.stop()
+
 
 class RayReplica:
-    """A worker in a Ray actor. The actor is never restarted behind the pool's back: it would hold stale weights."""
+    """A worker in a Ray actor. The actor is never restarted behind the pool's back: it would hold stale weights.
 
-    def __init__(self, actor: Any, name: str) -> None:
+    Args:
+        actor: handle of an ``ActorWorker``.
+        name: of the replica.
+        owner: token of this gateway; a worker that another gateway has adopted refuses the calls of the first.
+    """
+
+    def __init__(self, actor: Any, name: str, owner: str = "") -> None:
         self.name = name
         self._actor = actor
+        self._owner = owner
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call the actor; its typed errors come back as they were raised, its death as ReplicaUnavailable."""
         try:
-            return await getattr(self._actor, method).remote(*args)
+            return await self._actor.owned.remote(self._owner, method, *args)
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, RolloutError):
@@ -84,30 +100,11 @@ class RayReplica:
         """Ask for a clean shutdown, wait 10 s at most, then kill the actor."""
         with contextlib.suppress(RolloutError, TimeoutError):
             await asyncio.wait_for(self.call("shutdown"), 10.0)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """Ray asks the process to end and, some seconds later, ends it, stopped or not."""
         ray.kill(self._actor)
-
-
-class ActorWorker(Worker):
-    """A worker whose refusal to start is told by name: an actor that raises in its constructor just dies."""
-
-    def __init__(self, settings: Settings, path: str, name: str) -> None:
-        self._refusal: RolloutError | None = None
-        tracing.configure(f"zerodrift-{name}")
-        try:
-            super().__init__(settings, path, name)
-        except RolloutError as error:
-            self._refusal = error
-
-    async def info(self) -> WorkerInfo:
-        """Sizes, manifest and weights; or why there are none."""
-        if self._refusal is not None:
-            raise self._refusal
-        return await super().info()
-
-    async def shutdown(self) -> None:
-        """End the engine, if there is one."""
-        if self._refusal is None:
-            await super().shutdown()
 
 
 def actor_options(settings: Settings) -> Mapping[str, Any]:
@@ -131,7 +128,32 @@ def actor_options(settings: Settings) -> Mapping[str, Any]:
     }
 
 
-def start_ray_replica(settings: Settings, path: str, name: str) -> RayReplica:
+def start_ray_replica(settings: Settings, path: str, name: str, owner: str = "") -> RayReplica:
     """Create the actor; it loads its model in the background, ``call("info")`` waits for that."""
+    options = dict(actor_options(settings))
+    if settings.worker.outlive_gateway_s:
+        # A name of its own: that of one that was just killed may still be taken.
+        options |= {"lifetime": "detached", "name": f"{name}.{secrets.token_hex(4)}"}
     actor_class = ray.remote(ActorWorker)
-    return RayReplica(actor_class.options(**actor_options(settings)).remote(settings, path, name), name)
+    return RayReplica(actor_class.options(**options).remote(settings, path, name, owner), name, owner)
+
+
+class AbsentReplica:
+    """A replica that a new gateway did not find: out of rotation from the start."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """ReplicaUnavailable, always."""
+        raise ReplicaUnavailable(f"worker {self.name} did not outlive its gateway")
+
+    async def share(self, value: Any) -> Any:
+        """ReplicaUnavailable, always."""
+        raise ReplicaUnavailable(f"worker {self.name} did not outlive its gateway")
+
+    async def stop(self) -> None:
+        """Nothing to end."""
+
+    async def kill(self) -> None:
+        """Nothing to end."""

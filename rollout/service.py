@@ -16,7 +16,7 @@ from rollout import codec
 from rollout.backend import Backend
 from rollout.call_scope import Role, current_scope, note, require
 from rollout.config import ServerSettings
-from rollout.errors import DuplicateRequest, NotFound, RolloutError
+from rollout.errors import DuplicateRequest, NotFound, RequestAborted, RolloutError
 from rollout.interceptors import client_of
 from rollout.message_limits import ASIDE_BYTES, check_generate, check_name, check_score
 from rollout.types import Completion, GenerateRequest, TensorChunk, UpdateEnd
@@ -34,6 +34,7 @@ class _LiveCall:
     task: asyncio.Task[Any]
     client: str
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    taken_over: bool = False
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
@@ -59,7 +60,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         codec.refuse_unknown_fields(request)
         decoded = await _aside(request, lambda: codec.generate_request_from_proto(request, encode=self._backend.encode))
         client = client_of(context)
-        async with self._named(decoded.request_id, client) as request_id:
+        async with self._named(decoded.request_id, client, take_over=decoded.resume is not None) as request_id:
             self._note(request, replace(decoded, request_id=request_id))
             events = self._backend.generate(replace(decoded, request_id=request_id, client=client))
             async with aclosing(events):
@@ -142,15 +143,19 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         raise NotFound(f"no live request {request_id!r}", field="request_id")
 
     @asynccontextmanager
-    async def _named(self, request_id: str, client: str) -> AsyncIterator[str]:
+    async def _named(self, request_id: str, client: str, *, take_over: bool = False) -> AsyncIterator[str]:
         """Hold the name for the length of the call, or a new one for an empty name.
 
-        A name whose call the client has already left is not live: its owner may use it again, once the cleanup is done.
+        With ``take_over`` a live call of that name ends first: its client says that it lost the stream. A name whose
+        call the client has already left is not live: its owner may use it again, once the cleanup is done.
         """
         name = request_id or secrets.token_hex(16)
         while (holder := self._live.get(name)) is not None:
             # grpc.aio cancels the task when the client goes; the context does not tell before the call has ended.
-            if not holder.task.cancelling():
+            if take_over and holder.client == client and not holder.task.cancelling():
+                holder.taken_over = True
+                holder.task.cancel()
+            elif not holder.task.cancelling():
                 raise DuplicateRequest(
                     f"request_id = {name!r} belongs to a live request; wait for its end, abort it, or use another id",
                     field="request_id",
@@ -161,6 +166,12 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         call = self._live[name] = _LiveCall(task, client)
         try:
             yield name
+        except asyncio.CancelledError:
+            if not call.taken_over:
+                raise
+            # A cancelled handler leaves its client without a status.
+            task.uncancel()
+            raise RequestAborted(f"request_id = {name!r} was taken over by a call that resumes it") from None
         finally:
             del self._live[name]
             call.ended.set()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -16,8 +17,11 @@ import grpc.aio
 import ray
 
 from rollout.admission import AdmittingBackend
+from rollout.adoption import adopt_workers
 from rollout.assets import prepare_model
 from rollout.config import Settings
+from rollout.control_service import SERVICE_NAME as CONTROL_NAME
+from rollout.control_service import ControlService
 from rollout.debug_service import SERVICE_NAME as DEBUG_NAME
 from rollout.debug_service import DebugService
 from rollout.errors import ConfigError
@@ -25,8 +29,10 @@ from rollout.metered import MeteredBackend
 from rollout.metering import MeteringInterceptor
 from rollout.metrics import make_meter
 from rollout.pool import Pool
-from rollout.replica import LocalReplica, Replica, start_ray_replica
+from rollout.replica import AbsentReplica, LocalReplica, Replica, start_ray_replica
 from rollout.server import RunningServer, start_server
+from rollout.supervisor import RestartLimits, Supervisor
+from rollout.v1.control_pb2_grpc import add_ControlServiceServicer_to_server
 from rollout.v1.debug_pb2_grpc import add_DebugServiceServicer_to_server
 from rollout.worker import Worker, load_tokenizer
 
@@ -44,6 +50,7 @@ class Service:
     server: RunningServer
     backend: MeteredBackend
     """the pool as the server sees it, with its calls counted"""
+    supervisor: Supervisor
     metrics: str
     """where metrics go, in words or as an address"""
 
@@ -52,7 +59,7 @@ class Service:
 def ray_cluster(settings: Settings) -> Iterator[None]:
     """Connect to the configured Ray cluster, or start one here and stop it afterwards; a connected driver is reused."""
     if ray.is_initialized():
-        _check_cpus(settings)
+        _check_room(settings)
         yield
         return
     address = settings.ray.address
@@ -70,34 +77,65 @@ def ray_cluster(settings: Settings) -> Iterator[None]:
         **sizes,
     )
     try:
-        _check_cpus(settings)
+        _check_room(settings)
         yield
     finally:
         ray.shutdown()
 
 
-def _check_cpus(settings: Settings) -> None:
+def _check_room(settings: Settings) -> None:
     """Refuse replicas that could never be scheduled, before anyone waits for them."""
-    needed = settings.worker.count * settings.worker.num_cpus
-    have = ray.cluster_resources().get("CPU", 0.0)
-    if have < needed:
+    worker = settings.worker
+    asked = {name: each for name, each in {"CPU": worker.num_cpus, **worker.resources}.items() if each}
+    have = ray.cluster_resources()
+    for name, each in asked.items():
+        if have.get(name, 0.0) < worker.count * each:
+            raise ConfigError(
+                f"{worker.count} replicas of {each:g} {name} need {worker.count * each:g}, the Ray cluster has "
+                f"{have.get(name, 0.0):g}; lower worker.count or what each asks for, or add nodes (ray.num_cpus for a "
+                "cluster that is started here)",
+                field="worker.count",
+            )
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fits = [[int(node.get(name, 0.0) / each + 1e-6) for name, each in asked.items()] for node in nodes]
+    places = sum(min(each, default=0) for each in fits)
+    if asked and places < worker.count:
         raise ConfigError(
-            f"{settings.worker.count} replicas of {settings.worker.num_cpus} CPUs need {needed}, the Ray cluster has "
-            f"{have}; lower worker.count or worker.num_cpus, or set ray.num_cpus",
+            f"a replica lies on one node, and the {len(nodes)} nodes have room for {places} that ask for {asked} each, "
+            f"not for {worker.count}; lower worker.count, or add nodes of that size",
             field="worker.count",
         )
 
 
-def _replicas(settings: Settings, path: Path, in_process: bool) -> list[Replica]:
+async def _replicas(settings: Settings, path: Path, owner: str, in_process: bool) -> list[Replica]:
     names = [f"replica-{i}" for i in range(settings.worker.count)]
     if in_process:
         return [LocalReplica(Worker(settings, str(path), name), name) for name in names]
-    return [start_ray_replica(settings, str(path), name) for name in names]
+    if settings.worker.outlive_gateway_s and (found := await adopt_workers(settings, str(path), names, owner)):
+        return [found.get(name) or AbsentReplica(name) for name in names]
+    return [start_ray_replica(settings, str(path), name, owner) for name in names]
 
 
-def _debug(replicas: list[Replica]) -> dict[str, Callable[[grpc.aio.Server], None]]:
-    service = DebugService(replicas)
-    return {DEBUG_NAME: lambda server: add_DebugServiceServicer_to_server(service, server)}
+def _supervisor(pool: Pool, settings: Settings, path: Path, owner: str, in_process: bool) -> Supervisor:
+    async def make(name: str) -> Replica:
+        return start_ray_replica(settings, str(path), name, owner)
+
+    # A worker in this process shares its fate: there is nothing to start again.
+    attempts = 0 if in_process else settings.worker.max_restarts
+    return Supervisor(pool, make, RestartLimits(settings.worker.start_timeout_s, attempts))
+
+
+def _further(
+    supervisor: Supervisor, replicas: list[Replica], debug: bool
+) -> dict[str, Callable[[grpc.aio.Server], None]]:
+    control = ControlService(supervisor)
+    services: dict[str, Callable[[grpc.aio.Server], None]] = {
+        CONTROL_NAME: lambda server: add_ControlServiceServicer_to_server(control, server)
+    }
+    if debug:
+        taps = DebugService(replicas)
+        services[DEBUG_NAME] = lambda server: add_DebugServiceServicer_to_server(taps, server)
+    return services
 
 
 @contextlib.asynccontextmanager
@@ -109,10 +147,12 @@ async def running_service(settings: Settings, *, in_process: bool = False) -> As
     """
     path = await asyncio.get_running_loop().run_in_executor(None, prepare_model, settings.model.path)
     with contextlib.nullcontext() if in_process else ray_cluster(settings):
-        replicas = _replicas(settings, path, in_process)
+        owner = secrets.token_hex(8)
+        replicas = await _replicas(settings, path, owner, in_process)
         pool = Pool(replicas, settings, settings.model.path, load_tokenizer(settings, path))
         try:
             await pool.start()
+            supervisor = _supervisor(pool, settings, path, owner, in_process)
             config = settings.server
             meter, where = make_meter(settings.metrics.exporter, settings.metrics.host, settings.metrics.port)
             log.info("metrics go to %s", where)
@@ -128,16 +168,18 @@ async def running_service(settings: Settings, *, in_process: bool = False) -> As
                 allow_insecure=config.allow_insecure,
                 settings=config,
                 interceptors=[MeteringInterceptor(meter)],
-                further=_debug(replicas) if config.debug else None,
+                further=_further(supervisor, replicas, config.debug),
             )
             try:
                 await server.set_serving(True)
-                pool.when_none_alive(server.set_serving)
-                yield Service(f"{config.host}:{server.port}", path, pool, server, backend, where)
+                pool.when_serving_changes(server.set_serving)
+                supervisor.start()
+                yield Service(f"{config.host}:{server.port}", path, pool, server, backend, supervisor, where)
             finally:
                 watching.cancel()
                 meter.close()
                 await server.stop(config.drain_s if pool.num_live else 0)
+                await supervisor.stop()
         finally:
             await pool.stop()
 

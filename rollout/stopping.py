@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from rollout.detokenize import Detokenizer
+from rollout.errors import InvalidRequest
+from rollout.spans import BegunSample
 from rollout.types import FinishDetail, FinishReason, SampleRequest
 
 
@@ -18,6 +20,12 @@ class Stopper:
         self._longest = max((len(s) for s in sampling.stop), default=0)
         self._stream = tokenizer.stream() if tokenizer is not None and sampling.stop else None
         self._tail = ""
+        for index, token in enumerate(request.begun.token_ids):
+            if self.push(token) is not None:
+                raise InvalidRequest(
+                    f"resume.tokens[{index}] = {token} ended the sample: there is nothing to go on with",
+                    field="resume.tokens",
+                )
 
     def push(self, token_id: int) -> FinishDetail | None:
         """Take the newest token; a FinishDetail when the sample ends with it."""
@@ -33,3 +41,12 @@ class Stopper:
             return FinishDetail(FinishReason.STOP, stop_string=min(found, key=lambda match: match[0])[1])
         self._tail = window[-(self._longest - 1) :] if self._longest > 1 else ""
         return None
+
+
+def check_room(begun: BegunSample, max_tokens: int) -> None:
+    """InvalidRequest where a begun sample is already as long as it may get."""
+    if begun.token_ids and len(begun.token_ids) >= max_tokens:
+        raise InvalidRequest(
+            f"the sample to resume has {len(begun.token_ids)} tokens and may have {max_tokens}: it has ended",
+            field="resume.tokens",
+        )

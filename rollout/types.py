@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.images import ImageInput
+from rollout.spans import NOT_BEGUN, BegunSample
+from rollout.spans import VersionSpan as VersionSpan
 from rollout.weight_records import ReplicaDigests as ReplicaDigests
 from rollout.weight_records import TensorChunk as TensorChunk
 from rollout.weight_records import UpdateEnd as UpdateEnd
@@ -119,6 +121,8 @@ class GenerateRequest:
     """Whose fair share it counts against; the service fills it in."""
     images: tuple[ImageInput, ...] = ()
     """One for each run of image placeholders in the prompt, in order."""
+    resume: BegunSample | None = None
+    """What the client has of the one sample asked for; takes over from a live call with the same id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,15 +144,8 @@ class SampleRequest:
     trace: str = ""
     """W3C traceparent of the call that asked; nothing sampled depends on it."""
     images: tuple[ImageInput, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """Tokens [start, end) of a sample were sampled under one weight version."""
-
-    version: int
-    start: int
-    end: int
+    begun: BegunSample = NOT_BEGUN
+    """What was sampled and delivered of it already, by another replica; sampling goes on behind that."""
 
 
 @dataclass(frozen=True, slots=True)

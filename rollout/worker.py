@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ from rollout.types import (
     WeightState,
     WeightUpdate,
 )
+from rollout.weight_export import ExportPlace, export_bucket
 from rollout.weight_transfer import bucket_of
 from rollout.weights import digest_of, model_digest
 
@@ -153,6 +155,18 @@ class Worker:
             weights=self._thread.weights,
         )
 
+    async def busy_s(self) -> float:
+        """Seconds since the engine's present turn began; 0 while it has nothing to do."""
+        return self._thread.busy_s
+
+    async def pid(self) -> int:
+        """Of the process that hosts the engine."""
+        return os.getpid()
+
+    async def export(self, place: ExportPlace, most_bytes: int) -> tuple[list[TensorChunk], ExportPlace | None]:
+        """A bucket of the weights being served, from ``place`` on, and the next place; None after the last byte."""
+        return await self._do(lambda: export_bucket(self._engine.model, place, most_bytes))
+
     async def stats(self) -> EngineStats:
         """Counts since the start, without waiting for a step to end."""
         engine = self._engine
@@ -245,6 +259,13 @@ class Worker:
             raise ReplicaUnavailable(f"worker {self._engine.name} is broken: {broken.message}")
         self._spans.see(events)
         return events
+
+    async def abandon(self) -> None:
+        """Drop everything that runs, waits or is staged, and whatever nobody fetched; the weights stay."""
+        await self.release()
+        await self._do(lambda: [self._engine.abort(i, "its gateway is gone") for i in self._engine.live_ids])
+        self._thread.outbox.take(0.0)
+        await self.resume()
 
     # ---- control ------------------------------------------------------------------------------------------------
 

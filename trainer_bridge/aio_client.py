@@ -128,6 +128,10 @@ class AsyncRolloutClient:
         request, text = make_request(prompt, sampling, options)
         return self._events(request, text, Assembler(request))
 
+    def events(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
+        """``stream`` of a request as a record, which may ask for the rest of a begun sample (``resume``)."""
+        return self._events(request, None, Assembler(request))
+
     async def generate_many(
         self, requests: Sequence[GenerateRequest], *, concurrency: int = 64
     ) -> list[GenerateResult]:

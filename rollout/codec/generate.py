@@ -18,6 +18,7 @@ from rollout.codec.sampling import (
 from rollout.codec.tensor import check_vector, tensor_to_proto, vector_from_proto
 from rollout.codec.top import check_top, top_from_proto, top_to_proto
 from rollout.errors import InvalidRequest
+from rollout.spans import BegunSample
 from rollout.types import (
     Completion,
     FinishDetail,
@@ -57,6 +58,12 @@ def generate_request_to_proto(request: GenerateRequest, *, text: str | None = No
         prompt_logprobs=request.prompt_logprobs,
         text=text,
     )
+    if request.resume is not None:
+        message.resume.tokens.SetInParent()
+        extend(message.resume.tokens.ids, request.resume.token_ids, "resume.tokens")
+        message.resume.spans.extend(
+            pb.VersionSpan(version=s.version, start=s.start, end=s.end) for s in request.resume.spans
+        )
     if text is None:
         message.tokens.SetInParent()
         extend(message.tokens.ids, request.prompt_ids, "prompt")
@@ -95,7 +102,25 @@ def generate_request_from_proto(
         top_logprobs=check_count(message.top_logprobs if message.HasField("top_logprobs") else 0, "top_logprobs"),
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else False,
         images=images_from_proto(message.images),
+        resume=_resume(message.resume, n) if message.HasField("resume") else None,
     )
+
+
+def _resume(message: pb.Resume, n: int) -> BegunSample:
+    if n != 1:
+        raise InvalidRequest(f"n = {n}: samples are resumed one at a time, by sample_index", field="n")
+    tokens = tuple(message.tokens.ids)
+    if tokens:
+        check_token_ids(tokens, "resume.tokens.ids")
+    spans = tuple(VersionSpan(s.version, s.start, s.end) for s in message.spans)
+    edges = [0, *(s.end for s in spans)]
+    whole = [s.start for s in spans] == edges[:-1] and edges[-1] == len(tokens)
+    if not whole or any(s.start >= s.end or s.version < 0 for s in spans):
+        raise InvalidRequest(
+            f"resume.spans end at {edges[1:]} and do not cover the {len(tokens)} tokens in order",
+            field="resume.spans",
+        )
+    return BegunSample(tokens, spans)
 
 
 def _prompt_ids(message: pb.GenerateRequest, encode: Callable[[str], tuple[int, ...]]) -> tuple[int, ...]:

@@ -330,6 +330,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Client's name, unique among its live requests; empty: the service makes one."""
@@ -356,6 +357,13 @@ class GenerateRequest(_message.Message):
         """How tokens are drawn."""
 
     @_builtins.property
+    def resume(self) -> Global___Resume:
+        """Go on with the one sample asked for (n = 1) behind what the client has of it. Sampling depends on seed and position
+        alone, so the rest has the same bits, also from another gateway. A live call with the same request_id ends first.
+        ABORTED with reason WEIGHTS_MOVED where the weights that sampled the last token are no longer served.
+        """
+
+    @_builtins.property
     def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___Image]:
         """One for each run of image placeholders in the prompt, in order; at most the server's limit max_images."""
 
@@ -372,11 +380,12 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int | None = ...,
         top_logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.bool | None = ...,
+        resume: Global___Resume | None = ...,
         images: _abc.Iterable[Global___Image] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_row_digests", b"_row_digests", "_sample_index", b"_sample_index", "_top_logprobs", b"_top_logprobs", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "row_digests", b"row_digests", "sample_index", b"sample_index", "sampling", b"sampling", "text", b"text", "tokens", b"tokens", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_row_digests", b"_row_digests", "_sample_index", b"_sample_index", "_top_logprobs", b"_top_logprobs", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "resume", b"resume", "row_digests", b"row_digests", "sample_index", b"sample_index", "sampling", b"sampling", "text", b"text", "tokens", b"tokens", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_row_digests", b"_row_digests", "_sample_index", b"_sample_index", "_top_logprobs", b"_top_logprobs", "images", b"images", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "row_digests", b"row_digests", "sample_index", b"sample_index", "sampling", b"sampling", "text", b"text", "tokens", b"tokens", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_row_digests", b"_row_digests", "_sample_index", b"_sample_index", "_top_logprobs", b"_top_logprobs", "images", b"images", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "resume", b"resume", "row_digests", b"row_digests", "sample_index", b"sample_index", "sampling", b"sampling", "text", b"text", "tokens", b"tokens", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
@@ -408,6 +417,36 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    """Resume is what a client has of a sample that it lost the stream of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tokens(self) -> Global___TokenIds:
+        """Its tokens so far; none of them ended it."""
+
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionSpan]:
+        """Their weight versions, in order, covering all of them."""
+
+    def __init__(
+        self,
+        *,
+        tokens: Global___TokenIds | None = ...,
+        spans: _abc.Iterable[Global___VersionSpan] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["spans", b"spans", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class TopLogprobs(_message.Message):

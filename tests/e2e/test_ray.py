@@ -33,6 +33,8 @@ pytestmark = pytest.mark.ray
 async def test_actors_do_as_engines_do(ray_cluster: Any, tiny_qwen3_path: Path) -> None:
     """One service for all of it, since actors take seconds to start."""
     settings = tiny_settings(tiny_qwen3_path, replicas=2)
+    # Deaths are to stay; what restarts do is in test_recovery and chaos.
+    settings = settings.model_copy(update={"worker": settings.worker.model_copy(update={"max_restarts": 0})})
     async with running_service(settings) as service, AsyncRolloutClient(service.address, timeout_s=60) as client:
         await same_bits_and_typed_errors(client, tiny_qwen3_path)
         new = version_path(tiny_qwen3_path, 1)

@@ -13,6 +13,10 @@ from rollout.types import TokenChunk
 class ReplicaActor:
     """Its methods are called by name."""
 
+    async def owned(self, owner: str, method: str, *args: object) -> object:
+        """As ``ActorWorker``, for any owner."""
+        return await getattr(self, method)(*args)
+
     @staticmethod
     def make_chunk() -> TokenChunk:
         """A chunk whose log-probs are no round numbers."""

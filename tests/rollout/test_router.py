@@ -3,101 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rollout.errors import CapacityExceeded, ParityError, ReplicaUnavailable, RolloutError
-from rollout.events import Event, FailureEvent, ScoreEvent
-from rollout.router import LiveSample, Router
+from rollout.errors import CapacityExceeded, ParityError, ReplicaUnavailable, WeightsMoved
+from rollout.events import FailureEvent, ScoreEvent
+from rollout.router import MAX_DEATHS, Router
+from rollout.slot import LiveSample
+from rollout.spans import BegunSample
 from rollout.types import (
-    FinishDetail,
-    FinishReason,
-    ReplicaLoad,
-    SampleEvent,
     SampleRequest,
     SampleSummary,
     ScoreOptions,
     ScoreSequence,
     SequenceScore,
     TokenChunk,
+    UpdatePolicy,
     VersionSpan,
-    WeightState,
 )
-from rollout.worker import WorkerInfo
+from tests.rollout.replicas import Rig, ScriptedReplica, chunk, delivered, end, gone, settle
 from tests.services import bits_of_chunks, sampling, soon
-
-
-def gone() -> ReplicaUnavailable:
-    return ReplicaUnavailable("worker is gone")
-
-
-class ScriptedReplica:
-    """Records calls; answers from ``answers`` (a value, an error to raise, an event to wait for); dies on demand."""
-
-    def __init__(self, name: str, version: int = 1) -> None:
-        self.name = name
-        self.version = version
-        self.calls: list[tuple[Any, ...]] = []
-        self.answers: dict[str, Any] = {}
-        self.made: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        self.events: asyncio.Queue[list[Event] | Exception] = asyncio.Queue()
-
-    async def call(self, method: str, *args: Any) -> Any:
-        if method == "next_events":
-            batch = await self.events.get()
-            if isinstance(batch, Exception):
-                raise batch
-            return batch
-        self.calls.append((method, *args))
-        self.made[method].set()
-        answer = self.answers.get(method)
-        if isinstance(answer, asyncio.Event):
-            await answer.wait()
-            answer = self.answers[method] if self.answers[method] is not answer else None
-        if isinstance(answer, Exception):
-            raise answer
-        if method == "info":
-            return WorkerInfo(self.name, 64, 512, (1,), {}, WeightState(self.version, "aa"))
-        if method == "load":
-            return ReplicaLoad(self.name, True, 0, 0, 8, 8, WeightState(self.version, "aa"))
-        return len(args[0]) if method == "abort" else answer
-
-    async def share(self, value: Any) -> Any:
-        return value
-
-    async def stop(self) -> None:
-        self.calls.append(("stop",))
-
-    def submitted(self) -> list[str]:
-        return [r.sample_id for method, *args in self.calls if method == "submit" for r in args[0]]
-
-    def aborted(self) -> list[str]:
-        return [i for method, *args in self.calls if method == "abort" for i in args[0]]
-
-    def emit(self, *events: Event) -> None:
-        self.events.put_nowait(list(events))
-
-    def die(self) -> None:
-        self.events.put_nowait(gone())
-
-
-class Rig:
-    """Two replicas, a started router."""
-
-    def __init__(self) -> None:
-        self.a, self.b = ScriptedReplica("a"), ScriptedReplica("b")
-        self.router = Router([self.a, self.b])
-
-    def sample(self, name: str) -> LiveSample:
-        return LiveSample(SampleRequest(name, (3,), sampling()), asyncio.Queue())
-
-    async def submit(self, *names: str) -> list[LiveSample]:
-        samples = [self.sample(name) for name in names]
-        await self.router.submit(samples)
-        return samples
 
 
 @pytest.fixture
@@ -106,35 +33,6 @@ async def rig() -> Any:
     rig.router.start()
     yield rig
     await rig.router.stop()
-
-
-def chunk(name: str, offset: int, count: int, *, version: int = 1, salt: int = 0, digests: bool = False) -> SampleEvent:
-    """Tokens that depend on their index and ``salt`` alone, as C2 wants it."""
-    index = np.arange(offset, offset + count)
-    logprobs = (-1.0 / (index + 1 + salt)).astype(np.float32)
-    hashed = (index + salt).astype(np.uint64) if digests else None
-    return SampleEvent(
-        name, TokenChunk(0, offset, (index + 2 + salt).astype(np.int32), logprobs, logprobs.copy(), version, hashed)
-    )
-
-
-def end(name: str, count: int, *spans: VersionSpan) -> SampleEvent:
-    spans = spans or (VersionSpan(1, 0, count),)
-    return SampleEvent(name, summary=SampleSummary(0, count, FinishDetail(FinishReason.LENGTH), spans))
-
-
-async def delivered(sample: LiveSample) -> list[Any]:
-    """Everything up to the end or the error of a sample."""
-    items: list[Any] = []
-    while not items or not isinstance(items[-1], SampleSummary | ScoreEvent | RolloutError):
-        items.append(await soon(sample.queue.get()))
-    return items
-
-
-async def settle() -> None:
-    """Let every task that can run do so."""
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 async def test_the_least_loaded_replica_is_chosen(rig: Rig) -> None:
@@ -340,3 +238,99 @@ async def test_nonsense_from_a_replica_fences_it(rig: Rig, caplog: pytest.LogCap
     rig.b.emit(chunk("s", 0, 1), end("s", 1))
     assert isinstance((await delivered(sample))[-1], SampleSummary)
     assert "not a record" in caplog.text
+
+
+# ---- going on -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_replay_asks_for_the_rest_only(rig: Rig) -> None:
+    (sample,) = await rig.submit("s")
+    rig.a.emit(chunk("s", 0, 3), chunk("s", 3, 2))
+    for _ in range(2):
+        await soon(sample.queue.get())
+    rig.a.die()
+    await soon(rig.b.made["submit"].wait())
+    ((_, (request,)),) = [call for call in rig.b.calls if call[0] == "submit"]
+    assert request.begun.token_ids == (2, 3, 4, 5, 6) and request.begun.spans == (VersionSpan(1, 0, 5),)
+    rig.b.emit(chunk("s", 5, 7), end("s", 12))
+    items = await delivered(sample)
+    assert [item.offset for item in items[:-1]] == [5]
+
+
+@pytest.mark.parametrize("policy", list(UpdatePolicy))
+async def test_what_an_update_means_for_a_begun_sample(rig: Rig, policy: UpdatePolicy) -> None:
+    """Only under the policy by which undisturbed samples cross it may one cross it whose replica died."""
+    (sample,) = await rig.submit("s")
+    rig.a.emit(chunk("s", 0, 5))
+    await soon(sample.queue.get())
+    rig.router.weights_will_change(2, policy)
+    rig.b.version = 2
+    rig.a.die()
+    if policy is UpdatePolicy.RECOMPUTE:
+        await soon(rig.b.made["submit"].wait())
+        rig.b.emit(chunk("s", 5, 2, version=2), end("s", 7))
+        assert [type(item) for item in await delivered(sample)] == [TokenChunk, SampleSummary]
+    else:
+        assert isinstance((await delivered(sample))[-1], WeightsMoved)
+
+
+@pytest.mark.parametrize("policy", list(UpdatePolicy))
+async def test_an_update_between_a_replays_placement_and_its_first_token(rig: Rig, policy: UpdatePolicy) -> None:
+    (sample,) = await rig.submit("s")
+    rig.a.emit(chunk("s", 0, 5))
+    await soon(sample.queue.get())
+    rig.a.die()
+    await soon(rig.b.made["submit"].wait())
+    rig.router.weights_will_change(2, policy)
+    rig.b.emit(chunk("s", 5, 2, version=2), end("s", 7))
+    last = (await delivered(sample))[-1]
+    assert isinstance(last, SampleSummary if policy is UpdatePolicy.RECOMPUTE else WeightsMoved)
+
+
+async def test_an_undisturbed_sample_may_cross_any_update(rig: Rig) -> None:
+    """The engine has seen to the policy: a sample that it lets go on goes on."""
+    (sample,) = await rig.submit("s")
+    rig.a.emit(chunk("s", 0, 5), chunk("s", 5, 2, version=2), end("s", 7))
+    assert isinstance((await delivered(sample))[-1], SampleSummary)
+
+
+async def test_skipped_tokens_are_no_sample(rig: Rig) -> None:
+    (sample,) = await rig.submit("s")
+    rig.a.emit(chunk("s", 0, 3), chunk("s", 4, 3), end("s", 7))
+    assert isinstance((await delivered(sample))[-1], ParityError)
+    await settle()
+    assert rig.a.aborted() == ["s"] and rig.router.num_live == 0
+
+
+async def test_a_sample_that_ends_every_replica_is_given_up() -> None:
+    """Whatever it is about it: the others must not die of it one after the other."""
+    replicas = [ScriptedReplica(f"r{i}") for i in range(MAX_DEATHS + 2)]
+    router = Router(list(replicas))
+    router.start()
+    sample = LiveSample(SampleRequest("s", (3,), sampling()), asyncio.Queue())
+    await router.submit([sample])
+    for _ in range(MAX_DEATHS + 1):
+        holder = next(slot for slot in router.slots() if slot.live)
+        await soon(holder.replica.made["submit"].wait())  # type: ignore[attr-defined]
+        holder.replica.die()  # type: ignore[attr-defined]
+        while holder.alive:
+            await asyncio.sleep(0)
+        await settle()
+    error = (await delivered(sample))[-1]
+    assert isinstance(error, ReplicaUnavailable) and "in a row" in error.message
+    assert sum(slot.alive for slot in router.slots()) == 1
+    await router.stop()
+
+
+async def test_the_rest_of_a_sample_that_a_client_has_the_beginning_of(rig: Rig) -> None:
+    begun = BegunSample((2, 3, 4), (VersionSpan(1, 0, 3),))
+    request = SampleRequest("s", (3,), sampling())
+    sample = LiveSample.resumed(request, begun, asyncio.Queue())
+    await soon(rig.router.submit_begun(sample))
+    holder = rig.a if rig.a.submitted() else rig.b
+    holder.emit(chunk("s", 3, 1), end("s", 4))
+    assert [type(item) for item in await delivered(sample)] == [TokenChunk, SampleSummary]
+    other = LiveSample.resumed(request, BegunSample((2,), (VersionSpan(7, 0, 1),)), asyncio.Queue())
+    await soon(rig.router.submit_begun(other))
+    assert isinstance((await delivered(other))[-1], WeightsMoved), "nobody serves version 7"
+    assert rig.router.num_live == 0

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from rollout.codec import GenerateEvent, join_tops
 from rollout.errors import ParityError
+from rollout.spans import NOT_BEGUN, BegunSample
 from rollout.types import (
     Completion,
     GenerateRequest,
@@ -29,8 +30,11 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 @dataclass(slots=True)
 class _Partial:
+    begun: BegunSample
+    """what came over an earlier stream"""
     chunks: list[TokenChunk] = field(default_factory=list)
     length: int = 0
+    """tokens that came, over all streams"""
     summary: SampleSummary | None = None
 
 
@@ -46,7 +50,9 @@ class Assembler:
 
     def __init__(self, request: GenerateRequest) -> None:
         self._request = request
-        self._samples = {request.sample_index + i: _Partial() for i in range(request.n)}
+        begun = request.resume or NOT_BEGUN
+        came = len(begun.token_ids)
+        self._samples = {request.sample_index + i: _Partial(begun, length=came) for i in range(request.n)}
         self._prompt: list[PromptChunk] = []
         self._completion: Completion | None = None
 
@@ -65,7 +71,7 @@ class Assembler:
                 self._add_completion(event)
 
     def result(self) -> GenerateResult:
-        """The samples, by index."""
+        """The samples, by index; of a resumed sample what came over this stream."""
         completion = self._completion
         if completion is None:
             self._refuse("the stream ended without a Completion")
@@ -98,7 +104,7 @@ class Assembler:
         expected = 1 + sum(len(part.logprobs) for part in self._prompt)
         if not self._request.prompt_logprobs:
             self._refuse(f"{name}: none were asked for")
-        if self._samples[self._request.sample_index].length:
+        if self._samples[self._request.sample_index].chunks:
             self._refuse(f"{name}: they come after the first token")
         if chunk.start != expected or any(part.weight_version != chunk.weight_version for part in self._prompt):
             self._refuse(f"{name}: position {expected} was due, of the same weight version")
@@ -118,7 +124,7 @@ class Assembler:
         """All of the prompt, unless its sample ended before a first token."""
         first = self._samples[self._request.sample_index]
         came = sum(len(part.logprobs) for part in self._prompt)
-        due = len(prompt) - 1 if self._request.prompt_logprobs and first.length else came
+        due = len(prompt) - 1 if self._request.prompt_logprobs and first.chunks else came
         if came != due or came not in (0, len(prompt) - 1):
             self._refuse(f"{came} prompt log-probs came for a prompt of {len(prompt)} tokens")
 
@@ -146,10 +152,8 @@ class Assembler:
         name = f"sample {summary.sample_index}"
         if summary.num_tokens != sample.length:
             self._refuse(f"{name}: its end counts {summary.num_tokens} tokens, {sample.length} came")
-        sampled = _merge(
-            VersionSpan(chunk.weight_version, chunk.offset, chunk.offset + len(chunk.token_ids))
-            for chunk in sample.chunks
-        )
+        here = [VersionSpan(c.weight_version, c.offset, c.offset + len(c.token_ids)) for c in sample.chunks]
+        sampled = _merge([*sample.begun.spans, *here])
         if _merge(summary.spans) != sampled:
             self._refuse(f"{name}: its spans say {_merge(summary.spans)}, its chunks {sampled}")
         sample.summary = summary
@@ -194,7 +198,7 @@ def _sequence(sample: _Partial, *, with_digests: bool) -> SampledSequence:
         policy_logprobs=_join([chunk.policy_logprobs for chunk in sample.chunks], np.float32),
         behavior_logprobs=_join([chunk.behavior_logprobs for chunk in sample.chunks], np.float32),
         row_digests=_join(digests, np.uint64) if with_digests else None,
-        mask=np.ones(sample.length, dtype=np.uint8),
+        mask=np.ones(sample.length - len(sample.begun.token_ids), dtype=np.uint8),
         finish=summary.finish,
         spans=summary.spans,
         text=summary.text,
