@@ -130,7 +130,7 @@ class Engine:
             )
         check_top(request.top_logprobs, spec.vocab_size)
         if request.begun.token_ids:
-            self._check_ids(request.begun.token_ids, "resume.tokens")
+            check_ids(request.begun.token_ids, "resume.tokens", spec.vocab_size)
         if sampling.seed is None:
             raise InvalidRequest("a sample reached the engine without a seed", field="sampling.seed")
         wanted = room if sampling.max_tokens is None else sampling.max_tokens

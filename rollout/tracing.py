@@ -29,7 +29,7 @@ def configure(service: str) -> bool:
     if not os.environ.get(ENDPOINT):
         return False
     try:
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter  # type: ignore[import-not-found]
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         raise ConfigError(f"{ENDPOINT} is set, but the exporter is missing: pip install 'zerodrift[otel]'") from error
     from opentelemetry.sdk.resources import Resource
