@@ -49,7 +49,7 @@ demo: setup ## the whole path on this machine: rollout, trainer, comparison by b
 test: model ## every test not marked slow
 	@$(BIN)/python -m pytest -x -q -m 'not slow and not browser'
 
-test-slow: model ## the tests marked slow (none so far)
+test-slow: model ## the tests marked slow: more actors, more examples
 	@$(BIN)/python -m pytest -x -q -m slow || [ $$? -eq 5 ]
 
 test-search: model ## the property tests with examples never tried before

@@ -28,7 +28,7 @@ from trainer_bridge.forward import TrainingForward
 from trainer_bridge.replay import replay_records
 from trainer_bridge.rollout_record import RolloutRecord
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 IDS = random_prompt(21, 5)
 
 

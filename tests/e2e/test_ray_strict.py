@@ -18,7 +18,7 @@ from rollout.worker import load_served_model
 from tests.services import PROMPT, sampling, tiny_settings
 from trainer_bridge.aio_client import AsyncRolloutClient
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 async def test_an_actor_serves_only_with_its_certificate(

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.ray
 async def served(cluster: Any, path: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """The real command and its address."""
     overrides = [
-        f"model.path={path}", "model.dtype=float32", "server.port=0", "server.drain_s=3",
+        f"model.path={path}", "model.dtype=float32", "server.port=0", "server.drain_s=0.5",
         "ray.address=" + cluster.address_info["gcs_address"], "ray.namespace=shutdown", "engine.kv_cache_tokens=65536",
         "engine.page_size=16", "worker.num_cpus=0.5", "log.level=error",
     ]  # fmt: skip
@@ -69,7 +69,7 @@ async def test_sigterm(ray_cluster: Any, tiny_qwen3_path: Path, way: str) -> Non
     before = set(workers())
     async with served(ray_cluster, tiny_qwen3_path) as (process, address), AsyncRolloutClient(address) as client:
         # Longer than the drain may take, and one that fits.
-        lengths = [20_000] * 4 + [10]
+        lengths = [2000] * 4 + [10]
         asked = [
             asyncio.ensure_future(client.generate(PROMPT, sampling(seed=i, max_tokens=length)))
             for i, length in enumerate(lengths)

@@ -53,7 +53,7 @@ async def assert_idle_soon(client: AsyncRolloutClient) -> None:
 
 async def test_a_reader_beyond_the_limit_is_ended_and_its_pages_are_free(tiny_qwen3_path: Path) -> None:
     """A receive window of 64 KiB, so that what is not read stays on the server."""
-    settings = with_server(tiny_settings(tiny_qwen3_path), stream_buffer_bytes=65536)
+    settings = with_server(tiny_settings(tiny_qwen3_path), stream_buffer_bytes=400_000)
     options = [("grpc.http2.lookahead_bytes", 65536), ("grpc.http2.bdp_probe", 0)]
     async with running_service(settings, in_process=True) as service, AsyncRolloutClient(service.address) as other:
         from rollout import codec

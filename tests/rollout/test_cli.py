@@ -17,7 +17,7 @@ from trainer_bridge.cli import register
 VERBS = {
     "certify", "compare", "config", "dashboard", "demo", "doctor", "explain", "explain-recorded", "generate", "health",
     "kernels",
-    "manifest", "replay", "runs", "serve", "submit", "token", "weights",
+    "manifest", "replay", "replicas", "runs", "serve", "submit", "token", "weights",
 }  # fmt: skip
 if not any(c.callback is not None and c.callback.__name__ == "demo" for c in cli.app.registered_commands):
     register(cli.app)

@@ -44,7 +44,7 @@ async def test_drain_over_the_wire(tiny_qwen3_path: Path) -> None:
         assert bits(await soon(asked)) == calm
         assert (await run_cli("drain", "replica-0", *at)).exit_code == 0
         assert "serving" in (await run_cli("undrain", "replica-0", *at)).output
-        listed = (await run_cli("list", *at)).output.splitlines()
+        listed = (await run_cli("list", *at)).stdout.splitlines()
         assert listed == [f"replica-{i}  holds 0  restarts 0  serving" for i in range(2)]
 
 

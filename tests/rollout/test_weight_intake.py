@@ -145,12 +145,17 @@ class Committing:
 GOOD, OTHER, BAD = WeightState(1, "ab"), WeightState(1, "cd"), RuntimeError("disk")
 
 
+def said(caplog: pytest.LogCaptureFixture, level: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == level]
+
+
 async def test_who_commits_and_who_leaves(caplog: pytest.LogCaptureFixture) -> None:
     router: Any = Committing(a=GOOD, b=BAD, c=GOOD)
     with caplog.at_level("INFO", "rollout.weight_updates"):
         assert await commit_all(router, WeightUpdate(1, "ab", 3)) == GOOD
     assert router.fenced == ["b"]
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = said(caplog, "INFO")
+    assert said(caplog, "ERROR") == ["worker b failed to commit: disk"]
     assert "weights version 1, digest ab, 3 tensors from the stream, policy wait" in line
 
 
@@ -161,4 +166,4 @@ async def test_where_none_or_not_one_set_is_held_nobody_stays(
     router: Any = Committing(**outcomes)
     with caplog.at_level("INFO", "rollout.weight_updates"), pytest.raises(ReplicaUnavailable, match="on no replica"):
         await commit_all(router, WeightUpdate(1, "ab", 3))
-    assert router.fenced == ["a", "b"] and not caplog.records, "no audit line without a commit"
+    assert router.fenced == ["a", "b"] and not said(caplog, "INFO"), "no audit line without a commit"
