@@ -19,7 +19,7 @@ from trainer_bridge.aio_client import AsyncRolloutClient
 from trainer_bridge.client import RolloutClient
 from trainer_bridge.ray_weights import RayWeights
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 async def test_a_trainer_in_the_cluster(ray_cluster: Any, tiny_qwen3_path: Path) -> None:

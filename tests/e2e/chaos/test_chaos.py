@@ -23,6 +23,7 @@ SCHEDULES = 20
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_twenty_schedules(ray_cluster: Any, tmp_path: Path, tiny_qwen3_path: Path) -> None:
     tally = Tally()
