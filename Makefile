@@ -49,8 +49,11 @@ demo: setup ## the whole path on this machine: rollout, trainer, comparison by b
 test: model ## every test not marked slow
 	@$(BIN)/python -m pytest -x -q -m 'not slow and not browser'
 
+# Which of them: make test-slow SLOW=tests/e2e
+SLOW ?=
+
 test-slow: model ## the tests marked slow: more actors, more examples
-	@$(BIN)/python -m pytest -x -q -m slow || [ $$? -eq 5 ]
+	@$(BIN)/python -m pytest -x -q -m slow $(SLOW) || [ $$? -eq 5 ]
 
 test-search: model ## the property tests with examples never tried before
 	@ZERODRIFT_HYPOTHESIS=search $(BIN)/python -m pytest -q -m 'hypothesis and not slow and not browser'
