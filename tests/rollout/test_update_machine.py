@@ -46,6 +46,8 @@ from rollout.worker import Worker
 from tests.rollout.updates import chunks_of, digest_over
 from tests.services import PROMPT, soon, tensors_of, tiny_settings, training_bits, version_path
 
+pytestmark = pytest.mark.slow
+
 IDS = (*PROMPT, *range(7, 40))
 CHUNK_BYTES = 5000
 REFUSING = ("stage_chunks", "verify_stage", "quiesce")
@@ -325,7 +327,6 @@ def test_no_sequence_of_events_mixes_versions(tiny_qwen3_path: Path) -> None:
     explore(tiny_qwen3_path, 10, 20)
 
 
-@pytest.mark.slow
 def test_no_sequence_of_many_events_mixes_versions(tiny_qwen3_path: Path) -> None:
     explore(tiny_qwen3_path, 200, 40)
 
