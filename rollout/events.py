@@ -26,3 +26,8 @@ class FailureEvent:
 
 
 Event = SampleEvent | ScoreEvent | FailureEvent
+
+
+def is_end(event: Event) -> bool:
+    """Whether nothing more of this sample will come."""
+    return not isinstance(event, SampleEvent) or event.summary is not None

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from time import monotonic
 
 from rollout.chunks import merge_chunks
-from rollout.events import Event
+from rollout.events import Event, is_end
 from rollout.types import SampleEvent, TokenChunk
 
 
@@ -58,11 +58,6 @@ class Outbox:
             else:
                 events, self._events = self._events, []
         return _merge(events)
-
-
-def is_end(event: Event) -> bool:
-    """Whether nothing more of this sample will come."""
-    return not isinstance(event, SampleEvent) or event.summary is not None
 
 
 def _merge(events: list[Event]) -> list[Event]:

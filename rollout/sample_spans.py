@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from rollout.events import Event, FailureEvent
+from rollout.events import Event, is_end
 from rollout.tracing import Attributes, start
 from rollout.types import SampleEvent, SampleRequest
 
@@ -31,8 +31,7 @@ class SampleSpans:
         if not self._live:
             return
         for event in events:
-            ended = isinstance(event, FailureEvent) or (isinstance(event, SampleEvent) and event.summary is not None)
-            if ended and (span := self._live.pop(event.sample_id, None)) is not None:
+            if is_end(event) and (span := self._live.pop(event.sample_id, None)) is not None:
                 if isinstance(event, SampleEvent) and event.summary is not None:
                     span.set_attribute("zerodrift.tokens", event.summary.num_tokens)
                     span.set_attribute("zerodrift.finish", event.summary.finish.reason.value)

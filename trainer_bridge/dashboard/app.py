@@ -22,9 +22,10 @@ from rollout.errors import InvalidRequest, NotFound, ReplicaUnavailable, Rollout
 from trainer_bridge.dashboard.explain import Explainer, require
 from trainer_bridge.dashboard.guard import Guard
 from trainer_bridge.dashboard.queries import Queries, StepRange
-from trainer_bridge.dashboard.sample_line import Side, sample_line
+from trainer_bridge.dashboard.sample_line import sample_line
 from trainer_bridge.dashboard.summaries import run_page, run_summary, sample_page, step_page
 from trainer_bridge.dashboard.watch import Watcher
+from trainer_bridge.explain.source import Side
 from trainer_bridge.store.reader import RunStore
 
 SIDES: tuple[Side, ...] = ("rollout", "trainer")

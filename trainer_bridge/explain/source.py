@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from trainer_bridge.rollout_record import RolloutRecord
 if TYPE_CHECKING:
     from trainer_bridge.store.reader import RunStore
 
+Side = Literal["rollout", "trainer"]
 _PREFIX = "run="
 
 
@@ -75,10 +76,10 @@ def _of_step(store: RunStore, run: str, step: int, digest: str | None) -> Iterat
         yield Stored(record_of(whole), trained, digest, f"step {step}")
 
 
-def record_of(row: dict[str, Any]) -> RolloutRecord:
-    """The rollout's record of a stored sample with its tokens (``RunStore.sample``)."""
+def record_of(row: dict[str, Any], side: Side = "rollout") -> RolloutRecord:
+    """The record of a stored sample with its tokens (``RunStore.sample``), with the bits of one side."""
     columns = row["token_columns"]
-    digests = columns.column("rollout_digest")
+    digests = columns.column(f"{side}_digest")
     sampling = None if row["sampling"] is None else _sampling(row["sampling"])
     spans = tuple(VersionSpan(s["version"], s["start"], s["end"]) for s in row["spans"])
     return RolloutRecord(
@@ -86,7 +87,7 @@ def record_of(row: dict[str, Any]) -> RolloutRecord:
         sample_index=row["sample_index"],
         prompt_ids=np.array(row["prompt_ids"], np.int32),
         token_ids=columns.column("token_id").to_numpy().astype(np.int32),
-        policy_logprobs=columns.column("rollout_bits").to_numpy().astype(np.int32).view(np.float32),
+        policy_logprobs=columns.column(f"{side}_bits").to_numpy().astype(np.int32).view(np.float32),
         mask=columns.column("mask").to_numpy().astype(np.bool_),
         finish=FinishReason(row["finish"]) if row["finish"] else None,
         seed=None if row["seed"] is None else int(row["seed"]),
