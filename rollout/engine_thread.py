@@ -49,7 +49,6 @@ class EngineThread:
         self._draining: Future[None] | None = None
         self._stage: WeightStage | None = None
         self._broken: RolloutError | None = None
-        self._doomed: Exception | None = None
         self._turn_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="zerodrift-engine", daemon=True)
 
@@ -176,8 +175,10 @@ class EngineThread:
             raise  # refused before anything was written
         except Exception as error:
             # Some tensors may be new and some old: this engine must never step again, whoever asks.
-            self._doomed = error
-            raise ReplicaUnavailable(f"worker {self.engine.name} failed in the middle of a commit") from error
+            failure = ReplicaUnavailable(f"worker {self.engine.name} failed in the middle of a commit")
+            with self._wake:
+                self._broken = failure
+            raise failure from error
         self._weights = weights
         return weights
 
@@ -197,8 +198,8 @@ class EngineThread:
             while self._wait_for_work():
                 try:
                     self._run_commands()
-                    if self._doomed is not None:
-                        raise self._doomed
+                    if self._broken is not None:
+                        raise self._broken
                     if not self._paused and not self._quiesced:
                         self.outbox.put(self.engine.step())
                     self._finish_drain()
@@ -224,7 +225,7 @@ class EngineThread:
     def _run_commands(self) -> None:
         while True:
             with self._wake:
-                if not self._commands:
+                if not self._commands or self._broken is not None:
                     return
                 command, future = self._commands.popleft()
             if not future.set_running_or_notify_cancel():

@@ -46,8 +46,6 @@ from rollout.worker import Worker
 from tests.rollout.updates import chunks_of, digest_over
 from tests.services import PROMPT, soon, tensors_of, tiny_settings, training_bits, version_path
 
-pytestmark = pytest.mark.slow
-
 IDS = (*PROMPT, *range(7, 40))
 CHUNK_BYTES = 5000
 REFUSING = ("stage_chunks", "verify_stage", "quiesce")
@@ -327,6 +325,8 @@ def test_no_sequence_of_events_mixes_versions(tiny_qwen3_path: Path) -> None:
     explore(tiny_qwen3_path, 10, 20)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_no_sequence_of_many_events_mixes_versions(tiny_qwen3_path: Path) -> None:
     explore(tiny_qwen3_path, 200, 40)
 
