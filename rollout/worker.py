@@ -44,9 +44,9 @@ from rollout.weight_transfer import bucket_of
 from rollout.weights import digest_of, model_digest
 
 T = TypeVar("T")
-MESSAGES_PER_S = 80.0
+MESSAGES_PER_S = 40.0
 """How many messages of tokens a replica sends at most while samples go on; server and client pay for each."""
-GATHER_S = (0.05, 0.4)
+GATHER_S = (0.05, 0.8)
 """Shortest and longest wait of a token for company; the last tokens of a sample never wait."""
 
 
