@@ -136,9 +136,9 @@ class ServerSettings(RequestLimits, AccessSettings):
         burst = self.max_n * BURST_TOKENS * (TOKEN_BYTES + ALTERNATIVE_BYTES * self.max_top_logprobs)
         if self.stream_buffers_bytes < burst:
             raise ValueError(
-                f"stream_buffers_bytes = {self.stream_buffers_bytes} is less than one burst of one call may take: max_n = "
-                f"{self.max_n} samples of {BURST_TOKENS} tokens with max_top_logprobs = {self.max_top_logprobs} "
-                f"alternatives are {burst} bytes; raise it, or lower max_n or max_top_logprobs"
+                f"stream_buffers_bytes = {self.stream_buffers_bytes} is less than one burst of one call may take: "
+                f"max_n = {self.max_n} samples, {BURST_TOKENS} tokens, max_top_logprobs = {self.max_top_logprobs} "
+                f"alternatives each are {burst} bytes; raise it, or lower max_n or max_top_logprobs"
             )
         return self
 

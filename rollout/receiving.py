@@ -59,7 +59,8 @@ class ReceiveInterceptor(WrappingInterceptor):
             raise InvalidRequest("the call ended without a message; send one")
         if len(raw) > most:
             raise InvalidRequest(
-                f"the request has {len(raw)} bytes, its limit is {most} (server.max_request_bytes); send less in one call"
+                f"the request has {len(raw)} bytes, its limit is {most} (server.max_request_bytes); send less in one "
+                "call"
             )
         return messages.parsed(raw)
 

@@ -26,6 +26,7 @@ from rollout.control_service import ControlService
 from rollout.debug_service import SERVICE_NAME as DEBUG_NAME
 from rollout.debug_service import DebugService
 from rollout.errors import ConfigError
+from rollout.heap import settle_heap
 from rollout.metered import MeteredBackend
 from rollout.metering import MeteringInterceptor
 from rollout.metrics import make_meter
@@ -206,6 +207,7 @@ async def serve(settings: Settings, ready: Callable[[Service], None]) -> None:
             # Again, since Ray's driver installs handlers of its own while it connects.
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, stop.set)
+            settle_heap()
             ready(service)
             await stop.wait()
             log.info("draining %d samples", service.pool.num_live)

@@ -77,10 +77,8 @@ async def test_a_reader_beyond_the_limit_is_ended_and_its_pages_are_free(tiny_qw
 
 
 @pytest.mark.parametrize("grace_s", [1000.0, 0.0])
-async def test_a_burst_ends_no_reader_who_reads(
-    tiny_qwen3_path: Path, monkeypatch: pytest.MonkeyPatch, grace_s: float
-) -> None:
-    """64 samples with 64 alternatives each, far more at once than the least limit. Control: without the grace it ends."""
+async def test_a_burst_ends_no_reader_who_reads(tiny_qwen3_path: Path, grace_s: float) -> None:
+    """64 samples with 64 alternatives each: far more at once than the least limit. Control: without grace it ends."""
     settings = with_server(tiny_settings(tiny_qwen3_path, max_running=64), max_n=64, stream_buffer_bytes=65536)
     asked = SamplingParams(seed=3, max_tokens=24, ignore_eos=True)
     async with running_service(settings, in_process=True) as service, AsyncRolloutClient(service.address) as client:

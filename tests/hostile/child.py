@@ -24,6 +24,7 @@ from unittest import mock
 import rollout.server
 from rollout.assets import tiny_model
 from rollout.config import Settings
+from rollout.heap import settle_heap
 from rollout.serving import Service, running_service
 from tests.hostile.clock import Clock, Times
 
@@ -94,6 +95,7 @@ async def _timed(settings: Settings, in_process: bool) -> AsyncIterator[tuple[Se
 async def _serve(settings: Settings, in_process: bool) -> None:
     loop = asyncio.get_running_loop()
     async with _timed(settings, in_process) as (service, clock):
+        settle_heap()
         print(f"ready {service.address.rpartition(':')[2]}", flush=True)
         while True:
             match (await loop.run_in_executor(None, sys.stdin.readline)).strip():

@@ -1,4 +1,4 @@
-"""What a service's own process knows about its speed: from a call's arrival to its refusal, and how long its loop was held."""
+"""What a service's own process knows of its speed: how long a call waits for its refusal, how long its loop is held."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import grpc.aio
 from rollout.interceptors import Context, GuardInterceptor
 
 CALL_S = 9.0
-"""Deadline of every call that is timed. gRPC sends it in steps of 10 ms and counts it from the arrival of the headers."""
+"""Deadline of every call that is timed. gRPC sends it in steps of 10 ms, and counts from the arrival of the headers."""
 LOOK_EVERY_S = 0.01
 
 
@@ -25,7 +25,7 @@ class Times:
     """Seconds, in order of events."""
 
     refusals: list[float] = field(default_factory=list)
-    """from the arrival of a call's headers in gRPC's core to the status handed to it; calls with a deadline of CALL_S"""
+    """from the arrival of a call's headers in gRPC's core to the status handed to it, where the deadline is CALL_S"""
     handled: list[float] = field(default_factory=list)
     """the part of it from the first line of Python on, of all calls"""
     late: list[float] = field(default_factory=list)
@@ -56,8 +56,8 @@ class Clock(GuardInterceptor):
             self.times.handled.append(time.monotonic() - start)
             # The deadline was made of the arrival and CALL_S, before anything of Python ran.
             left = context.time_remaining()
-            if left is not None and left <= CALL_S:
-                self.times.refusals.append(CALL_S - left)
+            if left is not None and left <= CALL_S + 0.02:
+                self.times.refusals.append(max(0.0, CALL_S - left))
             raise
 
     async def watch(self) -> None:

@@ -74,8 +74,9 @@ def at_once(**outcomes: int) -> streams.AtOnce:
 
 
 def full(after: Reading = IDLE, **probed: Any) -> streams.Full:
-    found = {"refused": [0.01] * 100, "admitted": 1, "other": []} | probed
-    return streams.Full(Counter({"whole": 3, "refused, came back": 2}), found, Times(), [5, 5], after)
+    found = {"refused": [0.01] * 100, "admitted": 1, "waited": 0, "other": []} | probed
+    times = Times(refusals=found.pop("served", [0.01]))
+    return streams.Full(Counter({"whole": 3, "refused, came back": 2}), found, times, [5, 5], after)
 
 
 def test_a_bad_load_is_not_reported_as_good() -> None:
@@ -86,6 +87,7 @@ def test_a_bad_load_is_not_reported_as_good() -> None:
     assert streams.report_full(5, full(refused=[0.01] * 99 + [0.099]))
     assert not streams.report_full(5, full(refused=[0.01] * 98 + [0.2] * 2)), "too slow"
     assert not streams.report_full(5, full(refused=[])), "nothing was measured"
+    assert not streams.report_full(5, full(served=[9.0], waited=1)), "a refusal that came after the deadline"
     assert not streams.report_full(5, full(other=["UNAVAILABLE gone"]))
     assert not streams.report_full(5, full(Reading(IDLE.rss, 0, 1, 0, 15)))
     gone = full()
