@@ -69,6 +69,22 @@ def test_a_bad_run_is_not_reported_as_good() -> None:
     assert not fuzz.report(fuzz.Tally(codes=Counter(OK=10), faults=["x"]), IDLE, IDLE, True)
 
 
+def test_a_soak_that_grows_or_keeps_something_is_not_reported_as_good() -> None:
+    def readings(*mib: float) -> list[Reading]:
+        return [Reading(int(size * 2**20), 0, 0, 0, 15) for size in mib]
+
+    counts = Counter(generate=5)
+    warm = [500, 520, 530, 535, 538, 540]
+    assert soak.report(readings(*warm, *[540] * 54), counts)
+    assert soak.report(readings(*warm, *[540] * 52, 544, 540), counts), "one reading decides nothing"
+    assert not soak.report(readings(*warm, *[540 + 0.11 * i for i in range(54)]), counts), "slow, but without end"
+    assert not soak.report(readings(*warm, *[540] * 20, *[546] * 34), counts)
+    held = readings(*warm, *[540] * 54)
+    held[20] = Reading(540 * 2**20, 0, 1, 0, 15)
+    assert not soak.report(held, counts)
+    assert not soak.report(readings(500, 500, 506), counts)
+
+
 def at_once(**outcomes: int) -> streams.AtOnce:
     return streams.AtOnce(Counter({k.replace("_", " "): v for k, v in outcomes.items()}), [0.1], 1.0, Times(), IDLE)
 
