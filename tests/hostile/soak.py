@@ -1,8 +1,8 @@
 """``make soak-service``: SOAK_MINUTES (30) of mixed traffic; memory of the idle service must not grow by 1 %.
 
 Every half minute the traffic stops, the service drains, and its memory is read. Growth counts from the end of the third
-minute on, a tenth of the whole: before it, allocators and caches fill. Each end is the median of three readings, so that
-neither a lucky nor an unlucky one decides.
+minute on, a tenth of the whole: before it, allocators and caches fill. Each end is the median of three readings,
+so that neither a lucky nor an unlucky one decides.
 """
 
 from __future__ import annotations
