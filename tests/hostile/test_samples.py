@@ -90,7 +90,7 @@ def at_once(**outcomes: int) -> streams.AtOnce:
 
 
 def full(after: Reading = IDLE, **probed: Any) -> streams.Full:
-    found = {"refused": [0.01] * 100, "admitted": 1, "waited": 0, "other": []} | probed
+    found: dict[str, Any] = {"refused": [0.01] * 100, "admitted": 1, "waited": 0, "other": []} | probed
     times = Times(refusals=found.pop("served", [0.01]))
     return streams.Full(Counter({"whole": 3, "refused, came back": 2}), found, times, [5, 5], after)
 
