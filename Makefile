@@ -64,7 +64,7 @@ soak: setup ## random schedules with new seeds for SOAK_MINUTES (10)
 fuzz: setup ## FUZZ_CALLS (10000) malformed or hostile calls to a service of its own
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.hostile.fuzz
 
-load: setup ## LOAD_STREAMS (1000) concurrent streams against queues that cannot hold them, and how fast "full" is told
+load: setup ## LOAD_STREAMS (1000) concurrent streams: how fast "full" is told while they run, and when all come at once
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.hostile.streams
 
 soak-service: setup ## mixed traffic for SOAK_MINUTES (30); memory of the idle service must not grow by 1 %

@@ -11,6 +11,7 @@ from typing import Any
 from rollout import tracing
 from rollout.config import Settings
 from rollout.errors import ConfigError, ReplicaUnavailable, RolloutError
+from rollout.heap import settle_heap
 from rollout.worker import Worker, WorkerInfo
 
 
@@ -40,6 +41,7 @@ class ActorWorker(Worker):
             super().__init__(settings, path, name)
         except RolloutError as error:
             self._refusal = error
+        settle_heap()
         if settings.worker.outlive_gateway_s:
             self._heard_at = time.monotonic()
             limit = settings.worker.outlive_gateway_s

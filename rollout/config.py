@@ -22,6 +22,10 @@ from rollout.server_settings import AccessSettings, RequestLimits
 from rollout.server_settings import Section as _Section
 
 ENV_PREFIX = "ZERODRIFT_"
+BURST_TOKENS = 64
+"""Tokens of one sample that may come in one burst: 0.4 s at 160 tokens a second."""
+TOKEN_BYTES, ALTERNATIVE_BYTES = 20, 8
+"""Of a token with two log-probs and a row digest; of each of its alternatives."""
 
 
 def is_loopback(host: str) -> bool:
@@ -125,6 +129,18 @@ class ServerSettings(RequestLimits, AccessSettings):
     debug: bool = Field(False, description="Serve taps and weights to `zerodrift explain --address`.")
     reflection: bool = Field(True, description="Whether gRPC reflection is served.")
     drain_s: float = Field(30, ge=0, description="Seconds that running calls get at shutdown.")
+
+    @model_validator(mode="after")
+    def _room_for_a_burst(self) -> Self:
+        # No burst counts against the limit of one stream, but all count against that of all together.
+        burst = self.max_n * BURST_TOKENS * (TOKEN_BYTES + ALTERNATIVE_BYTES * self.max_top_logprobs)
+        if self.stream_buffers_bytes < burst:
+            raise ValueError(
+                f"stream_buffers_bytes = {self.stream_buffers_bytes} is less than one burst of one call may take: "
+                f"max_n = {self.max_n} samples, {BURST_TOKENS} tokens, max_top_logprobs = {self.max_top_logprobs} "
+                f"alternatives each are {burst} bytes; raise it, or lower max_n or max_top_logprobs"
+            )
+        return self
 
     @model_validator(mode="after")
     def _insecure_only_on_loopback(self) -> Self:

@@ -26,6 +26,7 @@ from grpc_status import rpc_status
 
 from rollout.call_scope import current_scope
 from rollout.errors import CapacityExceeded, RolloutError
+from rollout.retry_pace import EARLIEST_S, RetryPace
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in the stubs only
@@ -34,8 +35,6 @@ DOMAIN = "rollout"
 """``ErrorInfo.domain``."""
 REQUEST_ID_KEY = "x-request-id"
 CLIENT_ID_KEY = "x-client-id"
-RETRY_DELAY_S = 1
-"""What ``RetryInfo`` suggests when a queue is full."""
 MAX_MESSAGE_BYTES = 1000
 """Status text is cut here: it travels in HTTP/2 trailers, escaped and twice, and peers refuse more than 8 KiB."""
 
@@ -63,12 +62,12 @@ def client_of(context: Context) -> str:
     return peer if peer.startswith("unix:") else peer.rpartition(":")[0] or peer
 
 
-class GuardInterceptor(grpc.aio.ServerInterceptor, abc.ABC):
-    """An interceptor that runs ``guard`` around every call, of every kind."""
+class WrappingInterceptor(grpc.aio.ServerInterceptor, abc.ABC):
+    """An interceptor that puts something around every handler that there is."""
 
     @abc.abstractmethod
-    def guard(self, details: grpc.HandlerCallDetails, context: Context) -> AbstractAsyncContextManager[None]:
-        """Entered before the handler, left after its last message; may raise ``RolloutError`` or abort the context."""
+    def wrapped(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """What answers in the handler's place."""
 
     async def intercept_service(
         self,
@@ -77,9 +76,19 @@ class GuardInterceptor(grpc.aio.ServerInterceptor, abc.ABC):
     ) -> Handler | None:
         """Wrap the handler that the rest of the chain found; None (unknown method) passes through."""
         handler = await continuation(handler_call_details)
-        if handler is None:
-            return handler
-        return guarded(handler, lambda context: self.guard(handler_call_details, context))
+        return None if handler is None else self.wrapped(handler, handler_call_details)
+
+
+class GuardInterceptor(WrappingInterceptor):
+    """An interceptor that runs ``guard`` around every call, of every kind."""
+
+    @abc.abstractmethod
+    def guard(self, details: grpc.HandlerCallDetails, context: Context) -> AbstractAsyncContextManager[None]:
+        """Entered before the handler, left after its last message; may raise ``RolloutError`` or abort the context."""
+
+    def wrapped(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """The handler inside of ``guard``."""
+        return guarded(handler, lambda context: self.guard(details, context))
 
 
 def guarded(handler: Handler, guard: Callable[[Context], AbstractAsyncContextManager[None]]) -> Handler:
@@ -92,13 +101,7 @@ def guarded(handler: Handler, guard: Callable[[Context], AbstractAsyncContextMan
 
     async def stream(request: Any, context: Context) -> None:
         async with guard(context):
-            responses = behavior(request, context)
-            if not inspect.isasyncgen(responses):
-                await responses
-                return
-            async with aclosing(responses):
-                async for response in responses:
-                    await context.write(response)
+            await write_all(behavior(request, context), context)
 
     # The stubs of method_handler know synchronous behaviours only.
     make: Callable[..., Handler]
@@ -117,6 +120,18 @@ def guarded(handler: Handler, guard: Callable[[Context], AbstractAsyncContextMan
         request_deserializer=handler.request_deserializer,
         response_serializer=handler.response_serializer,
     )
+
+
+async def write_all(responses: Any, context: Context) -> None:
+    """Write what a behaviour made: an async generator's messages, or what a coroutine returns, if anything."""
+    if not inspect.isasyncgen(responses):
+        # Behaviours that write by themselves return nothing.
+        if (response := await responses) is not None:
+            await context.write(response)
+        return
+    async with aclosing(responses):
+        async for response in responses:
+            await context.write(response)
 
 
 def behavior_of(handler: Handler) -> Callable[[Any, Context], Any]:
@@ -147,6 +162,9 @@ class RequestIdInterceptor(GuardInterceptor):
 class ErrorInterceptor(GuardInterceptor):
     """Ends a failed call with a typed status. Texts of unforeseen errors stay in the server's log."""
 
+    def __init__(self) -> None:
+        self._pace = RetryPace()
+
     @asynccontextmanager
     async def guard(self, details: grpc.HandlerCallDetails, context: Context) -> AsyncIterator[None]:
         """Translate what the call raises; cancellation and grpc's own errors (abort, client gone) pass."""
@@ -157,14 +175,15 @@ class ErrorInterceptor(GuardInterceptor):
         except Exception as error:
             request_id = current_request_id()
             if isinstance(error, RolloutError) and error.code != RolloutError.code:
-                await context.abort_with_status(rpc_status.to_status(status_of(error, request_id)))
+                retry_s = self._pace.next_delay_s() if isinstance(error, CapacityExceeded) else EARLIEST_S
+                await context.abort_with_status(rpc_status.to_status(status_of(error, request_id, retry_s)))
             _logger.exception("internal error in %s, id=%s", details.method, request_id)
             hidden = RolloutError(f"internal error, id={request_id}")
             await context.abort_with_status(rpc_status.to_status(status_of(hidden, request_id)))
 
 
-def status_of(error: RolloutError, request_id: str = "") -> status_pb2.Status:
-    """The error as ``google.rpc.Status``: ErrorInfo, and BadRequest or RetryInfo where they apply."""
+def status_of(error: RolloutError, request_id: str = "", retry_s: float = EARLIEST_S) -> status_pb2.Status:
+    """The error as ``google.rpc.Status``: ErrorInfo, and BadRequest or RetryInfo (``retry_s``) where they apply."""
     message = _cut(error.message, MAX_MESSAGE_BYTES)
     field = _cut(error.field, 200)
     details: list[Any] = [
@@ -179,7 +198,7 @@ def status_of(error: RolloutError, request_id: str = "") -> status_pb2.Status:
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if isinstance(error, CapacityExceeded):
         retry = error_details_pb2.RetryInfo()
-        retry.retry_delay.seconds = RETRY_DELAY_S
+        retry.retry_delay.FromNanoseconds(int(1e9 * retry_s))
         details.append(retry)
     packed = [any_pb2.Any() for _ in details]
     for slot, detail in zip(packed, details, strict=True):

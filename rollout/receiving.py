@@ -7,9 +7,7 @@ through: size, time and shape are judged inside the interceptors, like everythin
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -18,30 +16,23 @@ from google.protobuf.message import DecodeError
 
 from rollout.access import required_role
 from rollout.errors import InvalidRequest, RequestAborted
-from rollout.interceptors import Context, Handler, behavior_of
+from rollout.interceptors import Context, Handler, WrappingInterceptor, behavior_of, write_all
 from rollout.server_settings import RequestLimits
 
 PROBE_S = 5.0
 """Within which the message of a probe must be here."""
 
 
-class ReceiveInterceptor(grpc.aio.ServerInterceptor):
+class ReceiveInterceptor(WrappingInterceptor):
     """Stands innermost. A call without a message, or with bytes that are none, is refused by name."""
 
     def __init__(self, limits: RequestLimits) -> None:
         self._limits = limits
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
+    def wrapped(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         """The handler behind one that takes bytes."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
         # Probes are open to everyone and do not count: they must not last.
-        probe = required_role(str(handler_call_details.method)) is None
+        probe = required_role(str(details.method)) is None
         timeout_s = min(PROBE_S, self._limits.receive_timeout_s) if probe else self._limits.receive_timeout_s
         return self._receiving(handler, timeout_s)
 
@@ -50,25 +41,15 @@ class ReceiveInterceptor(grpc.aio.ServerInterceptor):
 
         async def stream(raw: AsyncIterator[bytes], context: Context) -> None:
             messages = _Messages(raw, parse)
-            responses = behavior(
-                messages if handler.request_streaming else await self._only(messages, timeout_s), context
-            )
-            if not inspect.isasyncgen(responses):
-                response = await responses
-                # Behaviours that write by themselves return nothing.
-                if response is not None:
-                    await context.write(response)
-                return
-            async with aclosing(responses):
-                async for response in responses:
-                    await context.write(response)
+            request = messages if handler.request_streaming else await self._only(messages, timeout_s)
+            await write_all(behavior(request, context), context)
 
         # The stubs of method_handler know synchronous behaviours only.
         make: Callable[..., Handler] = grpc.stream_stream_rpc_method_handler
         return make(stream, response_serializer=handler.response_serializer)
 
     async def _only(self, messages: _Messages, timeout_s: float) -> Any:
-        limits = self._limits
+        most = self._limits.request_bytes
         try:
             async with asyncio.timeout(timeout_s):
                 raw = await anext(messages.raw, None)
@@ -76,10 +57,10 @@ class ReceiveInterceptor(grpc.aio.ServerInterceptor):
             raise RequestAborted(f"no whole message came within {timeout_s:g} s (server.receive_timeout_s)") from None
         if raw is None:
             raise InvalidRequest("the call ended without a message; send one")
-        if len(raw) > limits.max_request_bytes:
+        if len(raw) > most:
             raise InvalidRequest(
-                f"the request has {len(raw)} bytes, its limit is {limits.max_request_bytes} "
-                "(server.max_request_bytes); send less in one call"
+                f"the request has {len(raw)} bytes, its limit is {most} (server.max_request_bytes); send less in one "
+                "call"
             )
         return messages.parsed(raw)
 

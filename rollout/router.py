@@ -21,6 +21,9 @@ _POLL_S = 1.0
 MAX_DEATHS = 3
 """Replicas that may leave rotation under one sample; it is not given to another, which it may end as well."""
 
+MAX_POLICIES = 4096
+"""Updates whose policies are remembered; a sample older than all of them does not go on under newer weights."""
+
 
 class Router(Roster):
     """Least-loaded routing over replicas; the only owner of the live table."""
@@ -29,6 +32,7 @@ class Router(Roster):
         super().__init__(replicas, limits)
         self._homeless: dict[str, LiveSample] = {}
         self._policies: dict[int, UpdatePolicy] = {}
+        self._forgotten = -1
 
     def _attend(self, slot: Slot) -> None:
         super()._attend(slot)
@@ -51,6 +55,9 @@ class Router(Roster):
     def weights_will_change(self, version: int, policy: UpdatePolicy) -> None:
         """Before a commit: what its policy says of samples that cross it holds for replayed ones too."""
         self._policies[version] = policy
+        if len(self._policies) > MAX_POLICIES:
+            self._forgotten = min(self._policies)
+            del self._policies[self._forgotten]
 
     # ---- samples ------------------------------------------------------------------------------------------------
 
@@ -198,7 +205,7 @@ class Router(Roster):
         """Whether a sample whose worker died may go on under ``version``, as it would have done undisturbed."""
         newest = max(live.versions, default=version)
         crossed = [v for v in self._policies if newest < v <= version]
-        known = version == newest or version in self._policies
+        known = version == newest or (version in self._policies and newest >= self._forgotten)
         return version >= newest and known and all(self._policies[v] is UpdatePolicy.RECOMPUTE for v in crossed)
 
     def _refuse(self, slot: Slot, sample_id: str, live: LiveSample, error: RolloutError) -> None:

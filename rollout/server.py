@@ -16,6 +16,7 @@ from rollout.backend import Backend
 from rollout.call_limits import CallLimits
 from rollout.codec import SPLIT_BYTES
 from rollout.config import ServerSettings, is_loopback
+from rollout.door import Door, NoRoom
 from rollout.errors import ConfigError
 from rollout.interceptors import standard_interceptors
 from rollout.receiving import ReceiveInterceptor
@@ -66,6 +67,7 @@ async def start_server(
     allow_insecure: bool = False,
     settings: ServerSettings | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    no_room: NoRoom | None = None,
     further: Mapping[str, Callable[[grpc.aio.Server], None]] | None = None,
 ) -> RunningServer:
     """Bind and start.
@@ -80,6 +82,7 @@ async def start_server(
         allow_insecure: bind beyond loopback without TLS.
         settings: limits of requests, TLS, tokens, audit log; what is also an argument here counts as given here.
         interceptors: run inside the request-id and error interceptors, outside of access and limits.
+        no_room: tells of calls that are refused before they are read; None: every call is read.
         further: full name of a further service -> what adds its servicer.
 
     Raises:
@@ -94,7 +97,7 @@ async def start_server(
             field="server.allow_insecure",
         )
     server = grpc.aio.server(
-        interceptors=standard_interceptors(*interceptors, *_guards(config)),
+        interceptors=standard_interceptors(*interceptors, *_guards(config, no_room)),
         options=_options(max_message_bytes),
         maximum_concurrent_rpcs=max_concurrent_rpcs + _HEADROOM_RPCS,
     )
@@ -127,10 +130,12 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
-def _guards(settings: ServerSettings) -> tuple[grpc.aio.ServerInterceptor, ...]:
-    """Outside in: what is written down, who may call, how many, what is read."""
+def _guards(settings: ServerSettings, no_room: NoRoom | None) -> tuple[grpc.aio.ServerInterceptor, ...]:
+    """Outside in: what is written down, who may call, how many, whether there is room, what is read."""
     tokens = None if settings.tokens is None else TokenFile(settings.tokens)
-    return (AuditInterceptor(settings), AccessInterceptor(tokens), CallLimits(settings), ReceiveInterceptor(settings))
+    door = () if no_room is None else (Door(no_room),)
+    outer = (AuditInterceptor(settings), AccessInterceptor(tokens), CallLimits(settings))
+    return (*outer, *door, ReceiveInterceptor(settings))
 
 
 def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:

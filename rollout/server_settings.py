@@ -13,11 +13,19 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+TEXT_REQUEST_BYTES = 16 * 2**20
+"""A million ids and every stop string that there may be take less."""
+
+
 class RequestLimits(Section):
     """What one request, or one client, may ask for."""
 
-    max_request_bytes: int = Field(
-        16777216, ge=4096, le=2**31 - 1, description="Largest request; buckets of UpdateWeights: max_message_bytes."
+    max_request_bytes: int | None = Field(
+        None,
+        ge=4096,
+        le=2**31 - 1,
+        description="Largest request; null: 16 MiB, and max_message_bytes for a model that takes images. Buckets of "
+        "UpdateWeights go by max_message_bytes.",
     )
     max_prompt_tokens: int = Field(
         1048576, ge=1, description="Most ids of a prompt or scored sequence; the context length limits them further."
@@ -34,13 +42,20 @@ class RequestLimits(Section):
     max_call_s: float = Field(86400, gt=0, description="Seconds after which a call is ended, whatever it waits for.")
     receive_timeout_s: float = Field(60, gt=0, description="Seconds within which a call's first message must be here.")
     stream_buffer_bytes: int = Field(
-        67108864, ge=65536, description="Most bytes of one stream that wait for its reader; then the call is ended."
+        67108864,
+        ge=65536,
+        description="Most bytes of one stream that wait for its reader for over a second; then the call is ended.",
     )
     stream_buffers_bytes: int = Field(
         1073741824,
         ge=65536,
         description="Most bytes of all streams that wait; then the slowest reader's call is ended.",
     )
+
+    @property
+    def request_bytes(self) -> int:
+        """``max_request_bytes``, resolved for a model of text."""
+        return TEXT_REQUEST_BYTES if self.max_request_bytes is None else self.max_request_bytes
 
     @property
     def calls_per_client(self) -> int:

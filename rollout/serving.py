@@ -15,19 +15,22 @@ from typing import Any
 
 import grpc.aio
 import ray
+from transformers import AutoConfig
 
 from rollout.admission import AdmittingBackend
 from rollout.adoption import adopt_workers
 from rollout.assets import prepare_model
-from rollout.config import Settings
+from rollout.config import ServerSettings, Settings
 from rollout.control_service import SERVICE_NAME as CONTROL_NAME
 from rollout.control_service import ControlService
 from rollout.debug_service import SERVICE_NAME as DEBUG_NAME
 from rollout.debug_service import DebugService
 from rollout.errors import ConfigError
+from rollout.heap import settle_heap
 from rollout.metered import MeteredBackend
 from rollout.metering import MeteringInterceptor
 from rollout.metrics import make_meter
+from rollout.multimodal import is_multimodal
 from rollout.pool import Pool
 from rollout.replica import AbsentReplica, LocalReplica, Replica, start_ray_replica
 from rollout.server import RunningServer, start_server
@@ -116,6 +119,14 @@ async def _replicas(settings: Settings, path: Path, owner: str, in_process: bool
     return [start_ray_replica(settings, str(path), name, owner) for name in names]
 
 
+def _server_settings(settings: Settings, path: Path) -> ServerSettings:
+    """The server's settings, resolved for the model: an image may take whatever a message holds."""
+    server = settings.server
+    if server.max_request_bytes is None and is_multimodal(AutoConfig.from_pretrained(path)):
+        return server.model_copy(update={"max_request_bytes": server.max_message_bytes})
+    return server
+
+
 def _supervisor(pool: Pool, settings: Settings, path: Path, owner: str, in_process: bool) -> Supervisor:
     async def make(name: str) -> Replica:
         return start_ray_replica(settings, str(path), name, owner)
@@ -153,7 +164,7 @@ async def running_service(settings: Settings, *, in_process: bool = False) -> As
         try:
             await pool.start()
             supervisor = _supervisor(pool, settings, path, owner, in_process)
-            config = settings.server
+            config = await asyncio.get_running_loop().run_in_executor(None, _server_settings, settings, path)
             meter, where = make_meter(settings.metrics.exporter, settings.metrics.host, settings.metrics.port)
             log.info("metrics go to %s", where)
             backend = AdmittingBackend(pool, meter, settings)
@@ -168,6 +179,7 @@ async def running_service(settings: Settings, *, in_process: bool = False) -> As
                 allow_insecure=config.allow_insecure,
                 settings=config,
                 interceptors=[MeteringInterceptor(meter)],
+                no_room=backend.no_room,
                 further=_further(supervisor, replicas, config.debug),
             )
             try:
@@ -195,6 +207,7 @@ async def serve(settings: Settings, ready: Callable[[Service], None]) -> None:
             # Again, since Ray's driver installs handlers of its own while it connects.
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, stop.set)
+            settle_heap()
             ready(service)
             await stop.wait()
             log.info("draining %d samples", service.pool.num_live)

@@ -1,7 +1,9 @@
 """Events that wait for their reader. A slow one costs nobody else anything, and only so much memory.
 
-Engines never wait for readers: what they make is kept here. Beyond the limit of one stream, or of all together, the
-call that holds most is ended; its pages become free, and the reader learns why.
+Engines never wait for readers: what they make is kept here. A reader is behind by what came more than ``GRACE_S`` ago
+and still waits: tokens come in bursts, of all samples of a call together, and a burst may be of any size. A call whose
+reader is behind by more than the limit of one stream is ended; beyond the limit of all together, the call that holds
+most. Its pages become free, and the reader learns why.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from rollout.types import PromptChunk, TokenChunk
 
 EVENT_BYTES = 512
 """What an event takes up besides its arrays, about."""
+GRACE_S = 1.0
+"""Seconds that a burst has to be read; more than twice the longest wait of a token for company (``GATHER_S``)."""
 
 
 def event_bytes(event: object) -> int:
@@ -43,6 +47,11 @@ class StreamBuffer:
         self._events: deque[Any] = deque()
         self._came = asyncio.Event()
         self._ended = False
+        self._put = self._taken = 0
+        self._marks: deque[tuple[float, int]] = deque()
+        self._mark_began = 0.0
+        self._due = 0
+        self._look: asyncio.TimerHandle | None = None
         self.waiting_bytes = 0
 
     def put_nowait(self, event: object) -> None:
@@ -51,7 +60,9 @@ class StreamBuffer:
             return
         size = event_bytes(event)
         self._events.append((event, size))
+        self._put += size
         self._count(size)
+        self._mark()
         self._came.set()
         self._owner.check(self)
 
@@ -61,8 +72,36 @@ class StreamBuffer:
             self._came.clear()
             await self._came.wait()
         event, size = self._events.popleft()
+        self._taken += size
         self._count(-size)
         return event
+
+    @property
+    def behind_bytes(self) -> int:
+        """What came longer ago than the grace, and still waits."""
+        before = asyncio.get_running_loop().time() - self._owner.grace_s
+        while self._marks and self._marks[0][0] <= before:
+            self._due = self._marks.popleft()[1]
+        return max(0, self._due - self._taken)
+
+    def _mark(self) -> None:
+        """Note how much has come by now. What comes within a sixteenth of the grace shares a mark."""
+        now = asyncio.get_running_loop().time()
+        if self._marks and now - self._mark_began < self._owner.grace_s / 16:
+            # As if all of it were as young as the last of it: nothing counts before its time.
+            self._marks.pop()
+        else:
+            self._mark_began = now
+        self._marks.append((now, self._put))
+
+    def look_later(self) -> None:
+        """Check again when what waits now is due, should nothing more come."""
+        if self._look is None and not self._ended:
+            self._look = asyncio.get_running_loop().call_later(self._owner.grace_s, self._look_again)
+
+    def _look_again(self) -> None:
+        self._look = None
+        self._owner.check(self)
 
     def overflow(self, error: RolloutError) -> None:
         """Drop what waits, and end the call: the error takes the place of everything that would have come."""
@@ -76,7 +115,10 @@ class StreamBuffer:
     def close(self) -> None:
         """Forget what waits. May be called again."""
         self._ended = True
+        if self._look is not None:
+            self._look.cancel()
         self._events.clear()
+        self._marks.clear()
         self._count(-self.waiting_bytes)
         self._owner.forget(self)
 
@@ -86,10 +128,16 @@ class StreamBuffer:
 
 
 class StreamBuffers:
-    """All buffers of a service."""
+    """All buffers of a service.
 
-    def __init__(self, limits: RequestLimits) -> None:
+    Args:
+        limits: of one stream, and of all together.
+        grace_s: seconds that a reader has for what comes, before it counts against the limit of one stream.
+    """
+
+    def __init__(self, limits: RequestLimits, grace_s: float = GRACE_S) -> None:
         self._limits = limits
+        self.grace_s = grace_s
         self._open: set[StreamBuffer] = set()
         self.waiting_bytes = 0
 
@@ -105,16 +153,18 @@ class StreamBuffers:
 
     def check(self, grown: StreamBuffer) -> None:
         """End calls until the limits hold."""
-        limits = self._limits
-        if grown.waiting_bytes > limits.stream_buffer_bytes:
-            grown.overflow(_too_slow(grown, limits.stream_buffer_bytes, "server.stream_buffer_bytes"))
-        while self.waiting_bytes > limits.stream_buffers_bytes:
+        one, together = self._limits.stream_buffer_bytes, self._limits.stream_buffers_bytes
+        if (behind := grown.behind_bytes) > one:
+            grown.overflow(_too_slow(f"{behind} bytes behind, the limit is {one} (server.stream_buffer_bytes)"))
+        elif grown.waiting_bytes > one:
+            grown.look_later()
+        while self.waiting_bytes > together:
             most = max(self._open, key=lambda buffer: buffer.waiting_bytes)
-            most.overflow(_too_slow(most, limits.stream_buffers_bytes, "server.stream_buffers_bytes, all streams"))
+            held = f"{most.waiting_bytes} of {self.waiting_bytes} bytes that wait for readers, more than any other"
+            most.overflow(_too_slow(f"holding up {held}; the limit is {together} (server.stream_buffers_bytes)"))
 
 
-def _too_slow(buffer: StreamBuffer, limit: int, name: str) -> RequestAborted:
+def _too_slow(how: str) -> RequestAborted:
     return RequestAborted(
-        f"the reader is {buffer.waiting_bytes} bytes behind, the limit is {limit} ({name}); read faster, or ask for "
-        "fewer samples, tokens or alternatives in one call"
+        f"the reader is {how}; read faster, or ask for fewer samples, tokens or alternatives in one call"
     )

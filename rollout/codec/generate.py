@@ -16,7 +16,7 @@ from rollout.codec.sampling import (
     sampling_to_proto,
 )
 from rollout.codec.tensor import check_vector, tensor_to_proto, vector_from_proto
-from rollout.codec.top import check_top, top_from_proto, top_to_proto
+from rollout.codec.top import check_rows, check_top, top_from_proto, top_to_proto
 from rollout.errors import InvalidRequest
 from rollout.spans import BegunSample
 from rollout.types import (
@@ -220,11 +220,7 @@ def _chunk_from_proto(message: pb.TokenChunk) -> TokenChunk:
 
 
 def _check_prompt(chunk: PromptChunk) -> PromptChunk:
-    length = chunk.logprobs.shape[0] if chunk.logprobs.ndim == 1 else -1
-    check_vector(chunk.logprobs, np.float32, length, "prompt.logprobs")
-    if chunk.row_digests is not None:
-        check_vector(chunk.row_digests, np.uint64, length, "prompt.row_digests")
-    check_top(chunk.top, length, "prompt.top")
+    check_rows(chunk, "prompt")
     if chunk.start < 1:
         raise malformed(f"prompt log-probs start at {chunk.start}; position 0 has none", "prompt.start")
     return chunk

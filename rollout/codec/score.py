@@ -7,8 +7,8 @@ import numpy as np
 from rollout.codec.fields import assign, check_count, check_temperature, extend, malformed, token_ids
 from rollout.codec.image import add_images, images_from_proto
 from rollout.codec.sampling import mode_from_proto, mode_to_proto
-from rollout.codec.tensor import check_vector, tensor_to_proto, vector_from_proto
-from rollout.codec.top import check_top, top_from_proto, top_to_proto
+from rollout.codec.tensor import tensor_to_proto, vector_from_proto
+from rollout.codec.top import check_rows, top_from_proto, top_to_proto
 from rollout.errors import InvalidRequest
 from rollout.types import ScoreRequest, ScoreResult, ScoreSequence, SequenceScore
 from rollout.v1 import rollout_pb2 as pb
@@ -108,11 +108,7 @@ def score_result_from_proto(message: pb.ScoreResponse) -> ScoreResult:
 
 
 def _check_score(score: SequenceScore) -> SequenceScore:
-    length = score.logprobs.shape[0] if score.logprobs.ndim == 1 else -1
-    check_vector(score.logprobs, np.float32, length, "scores.logprobs")
-    if score.row_digests is not None:
-        check_vector(score.row_digests, np.uint64, length, "scores.row_digests")
-    check_top(score.top, length, "scores.top")
+    check_rows(score, "scores")
     return score
 
 

@@ -1,12 +1,12 @@
-"""TopLogprobs: two matrices of one shape."""
+"""TopLogprobs: two matrices of one shape; and what goes with them in answers that have no token ids."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from rollout.codec.fields import malformed
-from rollout.codec.tensor import tensor_from_proto, tensor_to_proto
-from rollout.types import TopLogprobs
+from rollout.codec.tensor import check_vector, tensor_from_proto, tensor_to_proto
+from rollout.types import PromptChunk, SequenceScore, TopLogprobs
 from rollout.v1 import rollout_pb2 as pb
 
 
@@ -22,6 +22,15 @@ def check_top(top: TopLogprobs | None, length: int, field: str) -> None:
         )
     if ids.dtype != np.int32 or logprobs.dtype != np.float32:
         raise malformed(f"{field} is {ids.dtype.name} and {logprobs.dtype.name}, expected int32 and float32", field)
+
+
+def check_rows(rows: PromptChunk | SequenceScore, field: str) -> None:
+    """Refuse log-probs that are no float32 vector, and digests or alternatives of another length than theirs."""
+    length = rows.logprobs.shape[0] if rows.logprobs.ndim == 1 else -1
+    check_vector(rows.logprobs, np.float32, length, f"{field}.logprobs")
+    if rows.row_digests is not None:
+        check_vector(rows.row_digests, np.uint64, length, f"{field}.row_digests")
+    check_top(rows.top, length, f"{field}.top")
 
 
 def top_to_proto(top: TopLogprobs | None) -> pb.TopLogprobs | None:

@@ -11,6 +11,7 @@ import torch
 
 from rollout.assets import tiny_model
 from rollout.errors import InvalidRequest, RolloutError, UnsupportedFeature
+from rollout.images import ImageInput
 from rollout.types import GenerateRequest, ScoreSequence
 from rollout.worker import load_served_model
 from tests.images import IMAGE, VIDEO, prompt_of, random_image
@@ -107,3 +108,19 @@ async def test_an_update_reaches_the_tower(tmp_path: Path) -> None:
         before = [bits(r) for r in await soon(client.generate_many(asked))]
         await soon(client.update_weights(tensors_of(new), version=1))
         assert [bits(r) for r in await soon(client.generate_many(asked))] == wanted != before
+
+
+async def test_a_large_image_fits_where_images_are_taken_and_nowhere_else(
+    tmp_path: Path, tiny_qwen3_path: Path
+) -> None:
+    """17 MiB of pixels: read and judged by what they are, or refused unread by the name of the limit."""
+    values = WIDE.shape[1]
+    patches = 17 * 2**20 // (4 * values) // 4 * 4 + 4
+    large = ImageInput(bytes(4 * patches * values), "float32", (patches, values), (1, 2, patches // 2))
+    request = replace(requests()[0], images=(large,))
+    async with tiny_service(tiny_model("qwen3_vl", tmp_path / "model")) as (_, client):
+        with pytest.raises(InvalidRequest, match="placeholders"):
+            await soon(client.generate_many([request]))
+    async with tiny_service(tiny_qwen3_path) as (_, client):
+        with pytest.raises(InvalidRequest, match=r"limit is 16777216 \(server\.max_request_bytes\)"):
+            await soon(client.generate_many([request]))

@@ -76,6 +76,23 @@ async def test_a_reader_beyond_the_limit_is_ended_and_its_pages_are_free(tiny_qw
         assert bits(await soon(other.generate(PROMPT, sampling())))
 
 
+@pytest.mark.parametrize("grace_s", [1000.0, 0.0])
+async def test_a_burst_ends_no_reader_who_reads(tiny_qwen3_path: Path, grace_s: float) -> None:
+    """64 samples with 64 alternatives each: far more at once than the least limit. Control: without grace it ends."""
+    settings = with_server(tiny_settings(tiny_qwen3_path, max_running=64), max_n=64, stream_buffer_bytes=65536)
+    asked = SamplingParams(seed=3, max_tokens=24, ignore_eos=True)
+    async with running_service(settings, in_process=True) as service, AsyncRolloutClient(service.address) as client:
+        service.pool._buffers.grace_s = grace_s
+        call = client.generate(PROMPT, asked, n=64, top_logprobs=64, prompt_logprobs=True)
+        if grace_s:
+            whole = await soon(call)
+            assert [s.token_ids.size for s in whole.samples] == [24] * 64
+        else:
+            with pytest.raises(RequestAborted, match=r"server\.stream_buffer_bytes"):
+                await soon(call)
+        assert service.pool._buffers.waiting_bytes == 0
+
+
 async def test_the_same_reader_within_the_limit_gets_everything(tiny_qwen3_path: Path) -> None:
     """Control: it is the limit that ends it, and what waited is whole."""
     async with tiny_service(tiny_qwen3_path) as (_, client):

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from rollout.backend import Backend
 from rollout.config import ServerSettings
+from rollout.door import NoRoom
 from rollout.server import DEFAULT_MAX_CONCURRENT_RPCS, DEFAULT_MAX_MESSAGE_BYTES, RunningServer, start_server
 
 
@@ -17,6 +18,7 @@ async def serving(
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     max_concurrent_rpcs: int = DEFAULT_MAX_CONCURRENT_RPCS,
     settings: ServerSettings | None = None,
+    no_room: NoRoom | None = None,
 ) -> AsyncIterator[RunningServer]:
     """Start, report SERVING, and stop without grace."""
     server = await start_server(
@@ -27,6 +29,7 @@ async def serving(
         max_concurrent_rpcs=max_concurrent_rpcs,
         reflection=True,
         settings=settings,
+        no_room=no_room,
     )
     await server.set_serving(True)
     try:

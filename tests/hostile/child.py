@@ -1,7 +1,7 @@
 """A service in a process of its own, which says on request how much memory it holds once it is idle.
 
-``python -m tests.hostile.child SETTINGS`` (JSON) prints ``ready PORT``; each line "measure" on its input is answered
-with a line of JSON, "quit" ends it.
+``python -m tests.hostile.child SETTINGS`` (JSON) prints ``ready PORT``; each line "measure", "live" or "times" on its
+input is answered with a line of JSON, "quit" ends it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ import logging
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import rollout.server
 from rollout.assets import tiny_model
 from rollout.config import Settings
+from rollout.heap import settle_heap
 from rollout.serving import Service, running_service
+from tests.hostile.clock import Clock, Times
 
 ROOT = Path(__file__).parents[2]
 IDLE_S = 30.0
@@ -76,12 +81,33 @@ async def _measure(service: Service) -> dict[str, int]:
     }
 
 
+@contextlib.asynccontextmanager
+async def _timed(settings: Settings, in_process: bool) -> AsyncIterator[tuple[Service, Clock]]:
+    """A service with a clock around all its calls."""
+    clock, inner = Clock(), rollout.server.standard_interceptors
+    with mock.patch.object(rollout.server, "standard_interceptors", lambda *more: (clock, *inner(*more))):
+        async with running_service(settings, in_process=in_process) as service:
+            watching = asyncio.create_task(clock.watch())
+            yield service, clock
+            watching.cancel()
+
+
 async def _serve(settings: Settings, in_process: bool) -> None:
     loop = asyncio.get_running_loop()
-    async with running_service(settings, in_process=in_process) as service:
+    async with _timed(settings, in_process) as (service, clock):
+        settle_heap()
         print(f"ready {service.address.rpartition(':')[2]}", flush=True)
-        while (await loop.run_in_executor(None, sys.stdin.readline)).strip() == "measure":
-            print(json.dumps(await _measure(service)), flush=True)
+        while True:
+            match (await loop.run_in_executor(None, sys.stdin.readline)).strip():
+                case "measure":
+                    answer: Any = await _measure(service)
+                case "live":
+                    answer = service.pool.num_live
+                case "times":
+                    answer = asdict(clock.take())
+                case _:
+                    return
+            print(json.dumps(answer), flush=True)
 
 
 class Child:
@@ -107,12 +133,23 @@ class Child:
         """Whether the process runs."""
         return self._process.poll() is None
 
+    def _ask(self, what: str) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(what + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._line())
+
     def measure(self) -> Reading:
         """Once it is idle."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("measure\n")
-        self._process.stdin.flush()
-        return Reading(**json.loads(self._line()))
+        return Reading(**self._ask("measure"))
+
+    def live(self) -> int:
+        """Samples without an end, now."""
+        return int(self._ask("live"))
+
+    def times(self) -> Times:
+        """What its clock measured since the last time."""
+        return Times(**self._ask("times"))
 
     def close(self) -> int:
         """End it; its exit code. May be called again."""

@@ -41,6 +41,8 @@ _ID = re.compile(r"internal error, id=(\S+)")
 KNOCK_EVERY = 25
 WARM = 0.2
 """Part of the calls after which memory is first read."""
+HALF = 0.6
+"""Half of the rest: growth that goes on shows in both halves, warming up in the first."""
 GROWTH = 0.05
 """Of so short a run: allocators and caches still fill. `make soak-service` is the judge of slow growth."""
 
@@ -127,7 +129,9 @@ def fuzz(folder: Path, calls: int, seed: int) -> tuple[Tally, Reading, Reading, 
         before = reference(child.address, security)
         attack(child, tokens, int(calls * WARM), seed, tally)
         early = child.measure()
-        attack(child, tokens, calls, seed + 1, tally)
+        attack(child, tokens, int(calls * HALF), seed + 1, tally)
+        print(f"  after {tally.calls} calls idle with {child.measure().rss / 2**20:.1f} MiB", flush=True)
+        attack(child, tokens, calls, seed + 2, tally)
         late = child.measure()
         same = reference(child.address, security) == before
         if child.close():

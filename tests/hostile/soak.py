@@ -1,7 +1,8 @@
 """``make soak-service``: SOAK_MINUTES (30) of mixed traffic; memory of the idle service must not grow by 1 %.
 
 Every half minute the traffic stops, the service drains, and its memory is read. Growth counts from the end of the third
-minute on, which is a tenth of the whole: before it, allocators and caches fill.
+minute on, a tenth of the whole: before it, allocators and caches fill. Each end is the median of three readings,
+so that neither a lucky nor an unlucky one decides.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -102,6 +104,28 @@ def soak(folder: Path, minutes: float, seed: int) -> tuple[list[Reading], Counte
     return readings, counts
 
 
+def growth_of(readings: list[Reading]) -> tuple[float, float]:
+    """Bytes after warming up, and at the end; of runs too short for both, the last reading of the first third."""
+    sizes = [float(reading.rss) for reading in readings]
+    if len(sizes) < WARM_ROUNDS + 5:
+        return sizes[len(sizes) // 3], sizes[-1]
+    return median(sizes[WARM_ROUNDS - 1 : WARM_ROUNDS + 2]), median(sizes[-3:])
+
+
+def report(readings: list[Reading], counts: Counter[str]) -> bool:
+    """Print the counts; whether all is well."""
+    start, end = growth_of(readings)
+    growth = end / start - 1
+    half = readings[len(readings) // 2 :]
+    rise = (half[-1].rss - half[0].rss) / 2**20 / max(1, len(half) - 1)
+    held = [r for r in readings if r.live or r.held_pages or r.buffered]
+    print(f"soak-service: {sum(counts.values())} calls, {len(readings)} readings: {dict(counts.most_common())}")
+    print(f"  idle memory {start / 2**20:.2f} -> {end / 2**20:.2f} MiB ({growth:+.2%}, must stay below {GROWTH:.0%}); "
+          f"second half: {rise:+.3f} MiB a round")  # fmt: skip
+    print(f"  readings with samples, pages or bytes left over: {len(held)} {held[:3]}")
+    return growth < GROWTH and not held
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=float(os.environ.get("SOAK_MINUTES", "30")))
@@ -110,13 +134,7 @@ def main() -> int:
     print(f"soak-service: seed {options.seed}, {options.minutes:g} minutes", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         readings, counts = soak(Path(folder), options.minutes, options.seed)
-    start = readings[min(WARM_ROUNDS, len(readings)) - 1]
-    growth = readings[-1].rss / start.rss - 1
-    held = [r for r in readings if r.live or r.held_pages or r.buffered]
-    print(f"soak-service: {sum(counts.values())} calls: {dict(counts.most_common())}")
-    sizes = f"{start.rss / 2**20:.2f} -> {readings[-1].rss / 2**20:.2f} MiB ({growth:+.2%})"
-    print(f"  idle memory {sizes}; left over: {held}")
-    return 0 if growth < GROWTH and not held else 1
+    return 0 if report(readings, counts) else 1
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -15,6 +17,8 @@ from rollout.types import UpdatePolicy
 from tests.hostile import fuzz, soak, streams
 from tests.hostile.calls import HostileCall, Outcome
 from tests.hostile.child import Reading, child_settings
+from tests.hostile.clock import CALL_S, Times
+from tests.hostile.prober import retry_of
 from tests.services import check_pages, soon, tensors_of, version_path
 from trainer_bridge.aio_client import AsyncRolloutClient
 
@@ -63,10 +67,57 @@ def test_a_bad_run_is_not_reported_as_good() -> None:
     assert not fuzz.report(tally, IDLE, Reading(106 * 2**20, 0, 0, 0, 15), True)
     assert not fuzz.report(tally, IDLE, Reading(100 * 2**20, 0, 1, 0, 15), True)
     assert not fuzz.report(fuzz.Tally(codes=Counter(OK=10), faults=["x"]), IDLE, IDLE, True)
-    whole = {"outcomes": Counter({"whole": 5, "refused, came back": 2}), "refusals": [], "seconds": 1.0}
-    assert streams.report(5, whole, [0.01], IDLE)
-    for bad in ({"whole": 4}, {"whole": 5, "cut short": 1}, {"whole": 4, "UNAVAILABLE gone": 1}):
-        assert not streams.report(5, whole | {"outcomes": Counter(bad)}, [0.01], IDLE)
+
+
+def test_a_soak_that_grows_or_keeps_something_is_not_reported_as_good() -> None:
+    def readings(*mib: float) -> list[Reading]:
+        return [Reading(int(size * 2**20), 0, 0, 0, 15) for size in mib]
+
+    counts = Counter(generate=5)
+    warm = [500, 520, 530, 535, 538, 540]
+    assert soak.report(readings(*warm, *[540] * 54), counts)
+    assert soak.report(readings(*warm, *[540] * 52, 544, 540), counts), "one reading decides nothing"
+    assert not soak.report(readings(*warm, *[540 + 0.11 * i for i in range(54)]), counts), "slow, but without end"
+    assert not soak.report(readings(*warm, *[540] * 20, *[546] * 34), counts)
+    held = readings(*warm, *[540] * 54)
+    held[20] = Reading(540 * 2**20, 0, 1, 0, 15)
+    assert not soak.report(held, counts)
+    assert not soak.report(readings(500, 500, 506), counts)
+
+
+def at_once(**outcomes: int) -> streams.AtOnce:
+    return streams.AtOnce(Counter({k.replace("_", " "): v for k, v in outcomes.items()}), [0.1], 1.0, Times(), IDLE)
+
+
+def full(after: Reading = IDLE, **probed: Any) -> streams.Full:
+    found: dict[str, Any] = {"refused": [0.01] * 100, "admitted": 1, "waited": 0, "other": []} | probed
+    times = Times(refusals=found.pop("served", [0.01]))
+    return streams.Full(Counter({"whole": 3, "refused, came back": 2}), found, times, [5, 5], after)
+
+
+def test_a_bad_load_is_not_reported_as_good() -> None:
+    assert streams.report_at_once(5, at_once(whole=5))
+    for bad in (at_once(whole=4), at_once(whole=5, cut_short=1), at_once(whole=4, UNAVAILABLE_gone=1)):
+        assert not streams.report_at_once(5, bad)
+    assert streams.report_full(5, full())
+    assert streams.report_full(5, full(refused=[0.01] * 99 + [0.099]))
+    assert not streams.report_full(5, full(refused=[0.01] * 98 + [0.2] * 2)), "too slow"
+    assert not streams.report_full(5, full(refused=[])), "nothing was measured"
+    assert not streams.report_full(5, full(served=[9.0], waited=1)), "a refusal that came after the deadline"
+    assert not streams.report_full(5, full(other=["UNAVAILABLE gone"]))
+    assert not streams.report_full(5, full(Reading(IDLE.rss, 0, 1, 0, 15)))
+    gone = full()
+    gone.outcomes["gave up"] += 1
+    assert not streams.report_full(5, gone)
+
+
+async def test_full_queue_sample(tiny_qwen3_path: Path, tmp_path: Path) -> None:
+    """A child of its own: every stream is held, the prober is refused with RetryInfo, the service's clock saw it."""
+    found = await asyncio.to_thread(lambda: streams.run_full(tmp_path, 48, 1.5, in_process=True))
+    assert found.after.live == found.after.held_pages == 0 and not found.probed["other"]
+    assert found.outcomes["gave up"] == 0 and set(found.outcomes) <= {"whole", "refused, came back", "gave up"}
+    assert found.times.refusals and all(0 <= age < CALL_S for age in found.times.refusals)
+    assert len(found.times.handled) >= len(found.times.refusals)
 
 
 async def test_load_sample(tiny_qwen3_path: Path) -> None:
@@ -84,7 +135,7 @@ async def test_load_sample(tiny_qwen3_path: Path) -> None:
 
 async def test_a_refusal_without_retry_info_would_be_seen() -> None:
     error = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), grpc.aio.Metadata(), "full")
-    assert streams.retry_of(error) is None and CapacityExceeded.code == "RESOURCE_EXHAUSTED"
+    assert retry_of(error) is None and CapacityExceeded.code == "RESOURCE_EXHAUSTED"
 
 
 async def test_soak_sample(tiny_qwen3_path: Path) -> None:

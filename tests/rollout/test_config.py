@@ -66,6 +66,14 @@ def test_the_last_override_wins() -> None:
     assert load_settings(None, ["worker.count=2", "--worker.count=4"]).worker.count == 4
 
 
+def test_all_streams_together_may_hold_a_burst_of_one() -> None:
+    """512 samples of 64 tokens with 64 alternatives: 17 MB."""
+    load_settings(None, ["server.max_n=512", "server.stream_buffers_bytes=17432576"])
+    with pytest.raises(ConfigError, match=r"stream_buffers_bytes = 17432575 .* are 17432576 bytes; raise it, or lower"):
+        load_settings(None, ["server.max_n=512", "server.stream_buffers_bytes=17432575"])
+    load_settings(None, ["server.stream_buffers_bytes=65536", "server.max_n=4", "server.max_top_logprobs=0"])
+
+
 @pytest.mark.parametrize(
     ("override", "key", "value"),
     [

@@ -334,3 +334,19 @@ async def test_the_rest_of_a_sample_that_a_client_has_the_beginning_of(rig: Rig)
     await soon(rig.router.submit_begun(other))
     assert isinstance((await delivered(other))[-1], WeightsMoved), "nobody serves version 7"
     assert rig.router.num_live == 0
+
+
+async def test_policies_of_long_ago_are_forgotten_and_nothing_crosses_what_is_not_known(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.router.MAX_POLICIES", 3)
+    for version in range(1, 7):
+        rig.router.weights_will_change(version, UpdatePolicy.WAIT if version == 3 else UpdatePolicy.RECOMPUTE)
+    assert sorted(rig.router._policies) == [4, 5, 6]
+
+    def may(begun_under: int) -> bool:
+        live = LiveSample(None, asyncio.Queue(), versions={begun_under})
+        return rig.router._may_go_on(live, 6)
+
+    # Update 3 was one to wait for: who was begun under 2 must not cross it, known or not.
+    assert [may(v) for v in range(1, 7)] == [False, False, True, True, True, True]

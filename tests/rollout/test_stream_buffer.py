@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rollout.call_scope import call_scope
 from rollout.errors import RequestAborted
 from rollout.server_settings import RequestLimits
-from rollout.stream_buffer import EVENT_BYTES, StreamBuffer, StreamBuffers, event_bytes
+from rollout.stream_buffer import EVENT_BYTES, GRACE_S, StreamBuffer, StreamBuffers, event_bytes
 from rollout.types import PromptChunk, TokenChunk, TopLogprobs
 
 LIMITS = RequestLimits(stream_buffer_bytes=100_000, stream_buffers_bytes=250_000)
@@ -49,7 +49,7 @@ async def _read(buffer: StreamBuffer, count: int) -> list[Any]:
 
 
 async def test_a_reader_too_far_behind_is_told_and_its_memory_freed() -> None:
-    buffers = StreamBuffers(LIMITS)
+    buffers = StreamBuffers(LIMITS, grace_s=0)
     slow, fast = buffers.open(), buffers.open()
     fast.put_nowait(chunk(0))
     for i in range(400):
@@ -58,6 +58,63 @@ async def test_a_reader_too_far_behind_is_told_and_its_memory_freed() -> None:
         raise await slow.get()
     assert slow.waiting_bytes == 0 and buffers.waiting_bytes == fast.waiting_bytes
     assert (await fast.get()).offset == 0, "nobody else is touched"
+
+
+class Hand:
+    """The loop's clock, set by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = asyncio.get_running_loop().time()
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: self.now)
+
+
+async def test_a_burst_of_any_size_is_no_debt_until_its_grace_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 samples of 64 tokens: 850,000 bytes at once for a reader that had read everything."""
+    hand, buffers = Hand(monkeypatch), StreamBuffers(RequestLimits(stream_buffer_bytes=65536))
+    buffer = buffers.open()
+    for burst in range(5):
+        for sample in range(256):
+            buffer.put_nowait(chunk(sample, 64))
+        assert buffer.waiting_bytes > 256 * 64 * 12 and buffer.behind_bytes == 0
+        hand.now += GRACE_S - 0.01
+        if burst < 4:
+            assert [(await buffer.get()).offset for _ in range(256)] == list(range(256))
+    # The last burst is not read: a second after it came it counts.
+    hand.now += 0.02
+    assert buffer.behind_bytes == buffer.waiting_bytes
+    buffer.put_nowait(chunk(0, 1))
+    with pytest.raises(RequestAborted, match=r"bytes behind, the limit is 65536 \(server\.stream_buffer_bytes\)"):
+        raise await buffer.get()
+    assert buffers.waiting_bytes == 0
+
+
+async def test_a_reader_that_takes_less_than_comes_is_ended_however_evenly_it_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Puts closer together than marks: the oldest counts all the same, and never more than one second is let off."""
+    hand, buffers = Hand(monkeypatch), StreamBuffers(RequestLimits(stream_buffer_bytes=65536))
+    buffer, size = buffers.open(), event_bytes(chunk(0))
+    for step in range(10_000):
+        hand.now += 0.001
+        buffer.put_nowait(chunk(step))
+        assert len(buffer._marks) < 20
+        assert buffer.waiting_bytes <= 65536 + 1100 * size
+        if buffer._ended:
+            break
+        if step % 2:
+            await buffer.get()
+    assert isinstance(await buffer.get(), RequestAborted)
+
+
+async def test_a_debt_is_seen_although_nothing_more_comes() -> None:
+    buffers = StreamBuffers(LIMITS, grace_s=0.01)
+    stuck = buffers.open()
+    stuck.put_nowait(chunk(0, 20_000))
+    assert stuck.waiting_bytes > LIMITS.stream_buffer_bytes
+    async with asyncio.timeout(20):
+        while stuck.waiting_bytes:
+            await asyncio.sleep(0)
+    assert isinstance(await stuck.get(), RequestAborted)
 
 
 async def test_of_all_together_whoever_holds_most_pays() -> None:
@@ -73,7 +130,7 @@ async def test_of_all_together_whoever_holds_most_pays() -> None:
 
 async def test_the_call_that_does_not_read_is_ended() -> None:
     """It is stuck in a write: the error is raised there."""
-    buffers = StreamBuffers(LIMITS)
+    buffers = StreamBuffers(LIMITS, grace_s=0)
 
     async def serve() -> None:
         with call_scope() as scope:
@@ -114,7 +171,7 @@ def test_the_books_balance_whatever_comes(moves: list[tuple[int, int]]) -> None:
     """-1: the reader takes one; else a chunk of so many tokens comes."""
 
     async def play() -> None:
-        buffers = StreamBuffers(LIMITS)
+        buffers = StreamBuffers(LIMITS, grace_s=0)
         opened = [buffers.open() for _ in range(4)]
         for which, tokens in moves:
             buffer = opened[which]
