@@ -14,7 +14,8 @@ from rollout import codec
 from rollout.errors import InvalidRequest
 from rollout.types import TensorChunk, UpdateEnd, UpdatePolicy, WeightUpdate
 
-DEFAULT_BUCKET_BYTES = 16 * 1024 * 1024
+DEFAULT_BUCKET_BYTES = 1024 * 1024
+"""Small enough for memory that was just freed: what is asked of the system anew costs more than the copies."""
 
 NamedTensor = tuple[str, Any]
 """Name and value: a numpy array or a torch tensor on any device."""
