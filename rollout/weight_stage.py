@@ -19,7 +19,7 @@ from rollout.errors import ParityError, WeightUpdateError
 from rollout.model import SharedModel
 from rollout.types import TensorChunk, WeightState, WeightUpdate
 from rollout.weight_names import Meaning, NameRules
-from rollout.weights import TensorHasher, byte_view, dtype_name, root_digest, tensor_bytes
+from rollout.weights import TensorHasher, byte_view, dtype_name, host_bytes, root_digest, tensor_bytes
 
 Bytes = npt.NDArray[np.uint8]
 _EXPONENTS: dict[str, tuple[Any, Any, int]] = {
@@ -54,11 +54,11 @@ def same_bytes(one: Bytes, other: Bytes) -> bool:
     return one.size == other.size and all(bool((a == b).all()) for a, b in pairs)
 
 
-def copied(target: Bytes, source: Bytes) -> bool:
-    """Write ``source`` [n] into ``target`` [n]; whether what is read back from there is the same."""
-    for into, block in zip(blocks_of(target), blocks_of(source), strict=True):
+def copied(source: Bytes, target: Bytes, back: Bytes) -> bool:
+    """Write ``source`` [n] into ``target`` [n]; whether ``back`` [n], another view of the same memory, then holds it."""
+    for block, into, read in zip(*map(blocks_of, (source, target, back)), strict=True):
         into[:] = block
-        if not bool((into == block).all()):
+        if not bool((read == block).all()):
             return False
     return True
 
@@ -295,13 +295,14 @@ class WeightStage:
     def _written(self, name: str, parameter: torch.nn.Parameter) -> bool:
         """Write a parameter; whether it then holds what was sent."""
         if parameter.device.type == "cpu" and parameter.is_contiguous():
-            return all(copied(part, piece) for part, piece in self._laid(name, byte_view(parameter)))
+            # Read through a view of its own, so that a write that went elsewhere shows.
+            places = zip(self._laid(name, byte_view(parameter)), self._laid(name, host_bytes(parameter)), strict=True)
+            return all(copied(piece, part, back) for (part, piece), (back, _) in places)
         host = torch.empty(parameter.shape, dtype=parameter.dtype)
         for part, piece in self._laid(name, byte_view(host)):
             part[:] = piece
         parameter.copy_(host)
-        back = byte_view(parameter.detach().cpu().contiguous())
-        return all(same_bytes(part, piece) for part, piece in self._laid(name, back))
+        return all(same_bytes(part, piece) for part, piece in self._laid(name, host_bytes(parameter)))
 
     def _laid(self, name: str, whole: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
         """Parts of a parameter's bytes [n], each beside the piece that belongs there."""

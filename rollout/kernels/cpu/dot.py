@@ -22,11 +22,10 @@ from llvmlite import ir
 from numba.core import types
 
 from rollout.kernels.cpu.compiler import carray, cgutils, intrinsic
-from rollout.kernels.cpu.team import JOBS, Call, entry, pointer, take_jobs
+from rollout.kernels.cpu.pack import PACK_FIELDS, PANEL, pack_entry
+from rollout.kernels.cpu.team import Call, entry, pointer, take_jobs
 from rollout.kernels.cpu.vector import FLOATS, WIDTH, constant, index, matrices, put, row_of, splat, take
 
-PANEL = 64
-"""Columns of a packed weight panel: four vectors"""
 BLOCKS = (512, 1024)
 """Lengths of k after which a chain may start anew, as candidates"""
 ROWS = 96
@@ -200,33 +199,6 @@ def _product_entry() -> Any:
     return entry(product)
 
 
-@functools.lru_cache(maxsize=1)
-def _pack_entry() -> Any:
-    """Jobs are panels. weight [rows, K / 2], panels, rows, K / 2, panel of the first row, its column there."""
-
-    def pack(address: Any) -> None:
-        block = carray(address, 9, np.int64)
-        rows, pairs, shift = block[5], block[6], block[8]
-        weight = carray(pointer(block[3]), (rows, pairs), np.uint32)
-        panels = carray(pointer(block[4]), (block[7] + block[JOBS], pairs, PANEL), np.uint32)
-        while True:
-            first, last = take_jobs(block)
-            if first >= last:
-                return
-            for job in range(first, last):
-                begin, end = max(0, job * PANEL - shift), min(rows, (job + 1) * PANEL - shift)
-                panel = panels[block[7] + job]
-                # A line of a weight row is read at once; what is written meanwhile stays in the nearest cache.
-                for start in range(0, pairs, _LINE):
-                    stop = min(start + _LINE, pairs)
-                    for row in range(begin, end):
-                        column = row + shift - job * PANEL
-                        for pair in range(start, stop):
-                            panel[pair, column] = weight[row, pair]
-
-    return entry(pack)
-
-
 class DotProduct:
     """x [T, K] bfloat16 -> [T, N], for few rows. Not for two threads at once.
 
@@ -242,7 +214,7 @@ class DotProduct:
         shape = -(-self._columns // PANEL), self._inner // 2, PANEL
         self._panels = torch.zeros(shape, dtype=torch.int32)
         self._call = Call(_product_entry(), _FIELDS)
-        self._packing = Call(_pack_entry(), "q" * 6)
+        self._packing = Call(pack_entry(), PACK_FIELDS)
         self._sizes = self._inner // 2, self._columns, block // 2
         self.pack(weights, bias)
 
