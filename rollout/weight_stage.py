@@ -55,7 +55,7 @@ def same_bytes(one: Bytes, other: Bytes) -> bool:
 
 
 def copied(source: Bytes, target: Bytes, back: Bytes) -> bool:
-    """Write ``source`` [n] into ``target`` [n]; whether ``back`` [n], another view of the same memory, then holds it."""
+    """Write ``source`` [n] into ``target`` [n]; whether ``back`` [n], another view of that memory, then holds it."""
     for block, into, read in zip(*map(blocks_of, (source, target, back)), strict=True):
         into[:] = block
         if not bool((read == block).all()):
