@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 import grpc.aio
 
@@ -207,7 +207,8 @@ class AsyncRolloutClient:
 
     async def _send_update(self, messages: Iterator[bytes]) -> WeightState:
         with translated():
-            response = await self._stub.UpdateWeights(messages, timeout=self._timeout_s)
+            update: Any = self._stub.UpdateWeights
+            response: pb.UpdateWeightsResponse = await update(messages, timeout=self._timeout_s)
         return codec.weights_from_proto(response.weights)
 
     async def abort(self, request_id: str = "", *, all_requests: bool = False) -> int:

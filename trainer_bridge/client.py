@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Self, Unpack, cast
+from typing import Any, Self, Unpack, cast
 
 import grpc
 
@@ -190,7 +190,8 @@ class RolloutClient:
     def send_update(self, messages: Iterator[bytes]) -> WeightState:
         """One update as the serialized messages of its stream."""
         with translated():
-            response = self._stub.UpdateWeights(messages, timeout=self._timeout_s)
+            update: Any = self._stub.UpdateWeights
+            response: pb.UpdateWeightsResponse = update(messages, timeout=self._timeout_s)
         return codec.weights_from_proto(response.weights)
 
     def abort(self, request_id: str = "", *, all_requests: bool = False) -> int:

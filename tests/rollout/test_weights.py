@@ -166,8 +166,7 @@ def test_a_write_that_is_lost_is_found(model: SharedModel, monkeypatch: pytest.M
     staged = stage(model, scaled(model, 1.5))
     staged.verify()
     lost = list(dict(model.parameters()).values())[place]
-    real = weight_stage.byte_view
-    monkeypatch.setattr(weight_stage, "byte_view", lambda x: real(x).copy() if x is lost else real(x))
+    monkeypatch.setattr(weight_stage, "byte_view", lambda x: byte_view(x).copy() if x is lost else byte_view(x))
     with pytest.raises(ParityError, match="does not hold the committed bytes"):
         staged.commit()
     monkeypatch.undo()
