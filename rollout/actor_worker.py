@@ -11,7 +11,7 @@ from typing import Any
 from rollout import tracing
 from rollout.config import Settings
 from rollout.errors import ConfigError, ReplicaUnavailable, RolloutError
-from rollout.heap import settle_heap
+from rollout.garbage import settle_heap
 from rollout.worker import Worker, WorkerInfo
 
 

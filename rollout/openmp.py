@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 from collections.abc import Iterator
@@ -33,8 +34,11 @@ def openmp_library(maps: str) -> Path | None:
     return next((p for p in found if beside_torch in p.parents), found[0] if found else None)
 
 
+@functools.lru_cache(maxsize=1)
 def loaded_library() -> Path | None:
-    """The OpenMP library that this process's torch runs on, where that can be told."""
+    """The OpenMP library that this process's torch runs on, where that can be told; looked for once."""
+    import torch  # noqa: F401  # before the mappings are read: it brings the library
+
     try:
         return openmp_library(Path("/proc/self/maps").read_text(encoding="utf-8"))
     except OSError:

@@ -7,20 +7,24 @@ through: size, time and shape are judged inside the interceptors, like everythin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from rollout import codec
 from rollout.access import required_role
 from rollout.errors import InvalidRequest, RequestAborted
 from rollout.interceptors import Context, Handler, WrappingInterceptor, behavior_of, write_all
 from rollout.server_settings import RequestLimits
 
+Parser = Callable[[bytes], Any]
 PROBE_S = 5.0
 """Within which the message of a probe must be here."""
+_PARSERS: Mapping[str, Parser] = {"/rollout.v1.RolloutService/UpdateWeights": codec.update_from_wire}
+"""Method -> what reads its messages in place of the generated class."""
 
 
 class ReceiveInterceptor(WrappingInterceptor):
@@ -34,10 +38,11 @@ class ReceiveInterceptor(WrappingInterceptor):
         # Probes are open to everyone and do not count: they must not last.
         probe = required_role(str(details.method)) is None
         timeout_s = min(PROBE_S, self._limits.receive_timeout_s) if probe else self._limits.receive_timeout_s
-        return self._receiving(handler, timeout_s)
+        parse = _PARSERS.get(str(details.method), handler.request_deserializer)
+        return self._receiving(handler, parse, timeout_s)
 
-    def _receiving(self, handler: Handler, timeout_s: float) -> Handler:
-        behavior, parse = behavior_of(handler), handler.request_deserializer
+    def _receiving(self, handler: Handler, parse: Parser | None, timeout_s: float) -> Handler:
+        behavior = behavior_of(handler)
 
         async def stream(raw: AsyncIterator[bytes], context: Context) -> None:
             messages = _Messages(raw, parse)
@@ -68,7 +73,7 @@ class ReceiveInterceptor(WrappingInterceptor):
 class _Messages:
     """The messages of a stream; reading may go on after one that was none."""
 
-    def __init__(self, raw: AsyncIterator[bytes], parse: Callable[[bytes], Any] | None) -> None:
+    def __init__(self, raw: AsyncIterator[bytes], parse: Parser | None) -> None:
         self.raw = aiter(raw)
         self._parse = parse
 

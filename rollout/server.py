@@ -120,6 +120,9 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
+        # Weights come in messages of this size: a window of 64 KiB, and a frame of 16, would stop and cut them.
+        ("grpc.http2.lookahead_bytes", 1 << 20),
+        ("grpc.http2.max_frame_size", 1 << 20),
         # Two servers on one port would split the traffic without a word.
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", 30_000),

@@ -82,13 +82,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         return codec.score_result_to_proto(result)
 
     async def UpdateWeights(
-        self, request_iterator: AsyncIterator[pb.UpdateWeightsRequest], context: Context
+        self, request_iterator: AsyncIterator[codec.UpdateMessage], context: Context
     ) -> pb.UpdateWeightsResponse:
         """Hand the backend a checked head and a stream of chunks; a bad chunk raises inside its iteration."""
         try:
-            first = await anext(aiter(request_iterator), pb.UpdateWeightsRequest())
-            codec.refuse_unknown_fields(first)
-            update = codec.update_from_proto(first)
+            update = codec.head_from_wire(await anext(aiter(request_iterator), pb.UpdateWeightsRequest()))
             note(version=update.version, digest=update.digest, tensors=update.num_tensors, policy=update.policy.value)
             async with aclosing(_chunks(request_iterator)) as chunks:
                 state = await self._backend.update_weights(update, chunks)
@@ -182,7 +180,7 @@ async def _aside(message: Message, decode: Callable[[], T]) -> T:
     return await asyncio.to_thread(decode) if message.ByteSize() > ASIDE_BYTES else decode()
 
 
-async def _drain(messages: AsyncIterator[pb.UpdateWeightsRequest]) -> None:
+async def _drain(messages: AsyncIterator[codec.UpdateMessage]) -> None:
     """Read on, within limits, before a refusal: a sender that writes to an ended call sees grpc.aio's own
     "Internal error from Core" in place of the reason."""
     rest = aiter(messages)
@@ -190,13 +188,12 @@ async def _drain(messages: AsyncIterator[pb.UpdateWeightsRequest]) -> None:
     with suppress(TimeoutError, StopAsyncIteration):
         while size < _DRAIN_BYTES:
             async with asyncio.timeout(_DRAIN_IDLE_S):
-                size += (await anext(rest)).ByteSize()
+                size += codec.message_bytes(await anext(rest))
 
 
-async def _chunks(messages: AsyncIterator[pb.UpdateWeightsRequest]) -> AsyncGenerator[TensorChunk | UpdateEnd, None]:
+async def _chunks(messages: AsyncIterator[codec.UpdateMessage]) -> AsyncGenerator[TensorChunk | UpdateEnd, None]:
     async for message in messages:
-        codec.refuse_unknown_fields(message)
-        part = codec.part_from_proto(message)
+        part = codec.part_from_wire(message)
         if isinstance(part, UpdateEnd):
             yield part
             continue

@@ -26,7 +26,8 @@ from rollout.control_service import ControlService
 from rollout.debug_service import SERVICE_NAME as DEBUG_NAME
 from rollout.debug_service import DebugService
 from rollout.errors import ConfigError
-from rollout.heap import settle_heap
+from rollout.garbage import settle_heap
+from rollout.heap import kept_memory
 from rollout.metered import MeteredBackend
 from rollout.metering import MeteringInterceptor
 from rollout.metrics import make_meter
@@ -40,6 +41,8 @@ from rollout.v1.debug_pb2_grpc import add_DebugServiceServicer_to_server
 from rollout.worker import Worker, load_tokenizer
 
 log = logging.getLogger(__name__)
+_KEPT_BUCKETS = 4
+"""One that is being staged, one that comes in, and the messages of both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,13 @@ def _further(
     return services
 
 
+@contextlib.contextmanager
+def _own_process(settings: Settings) -> Iterator[None]:
+    """A process that does nothing else: Ray around it, and room for the messages of an update."""
+    with kept_memory(_KEPT_BUCKETS * settings.weights.bucket_bytes), ray_cluster(settings):
+        yield
+
+
 @contextlib.asynccontextmanager
 async def running_service(settings: Settings, *, in_process: bool = False) -> AsyncIterator[Service]:
     """Start everything, yield while it serves, then drain and stop.
@@ -157,7 +167,7 @@ async def running_service(settings: Settings, *, in_process: bool = False) -> As
         in_process: host the workers in this process instead of Ray actors (single use and tests; same bits).
     """
     path = await asyncio.get_running_loop().run_in_executor(None, prepare_model, settings.model.path)
-    with contextlib.nullcontext() if in_process else ray_cluster(settings):
+    with contextlib.nullcontext() if in_process else _own_process(settings):
         owner = secrets.token_hex(8)
         replicas = await _replicas(settings, path, owner, in_process)
         pool = Pool(replicas, settings, settings.model.path, load_tokenizer(settings, path))

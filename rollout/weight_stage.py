@@ -19,28 +19,53 @@ from rollout.errors import ParityError, WeightUpdateError
 from rollout.model import SharedModel
 from rollout.types import TensorChunk, WeightState, WeightUpdate
 from rollout.weight_names import Meaning, NameRules
-from rollout.weights import TensorHasher, byte_view, digest_of, dtype_name, root_digest, tensor_bytes
+from rollout.weights import TensorHasher, byte_view, dtype_name, host_bytes, root_digest, tensor_bytes
 
 Bytes = npt.NDArray[np.uint8]
-_EXPONENTS: dict[str, tuple[Any, int]] = {
-    "bfloat16": (np.uint16, 0x7F80),
-    "float16": (np.uint16, 0x7C00),
-    "float32": (np.uint32, 0x7F800000),
-    "float64": (np.uint64, 0x7FF0000000000000),
+_EXPONENTS: dict[str, tuple[Any, Any, int]] = {
+    "bfloat16": (np.int16, np.uint16, 0x7F80),
+    "float16": (np.int16, np.uint16, 0x7C00),
+    "float32": (np.int32, np.uint32, 0x7F800000),
+    "float64": (np.int64, np.uint64, 0x7FF0000000000000),
 }
-"""dtype -> (bits as an unsigned number, those of infinity): every NaN is larger when the sign is dropped."""
-_FINITE_BLOCK = 1 << 16
-"""Elements looked at together: their temporary stays in the cache."""
+"""dtype -> (bits as a signed and as an unsigned number, those of infinity)"""
+_BLOCK = 1 << 18
+"""Bytes looked at together: one reader after the other finds them in the cache."""
 
 
 def all_finite(data: Bytes, dtype: str) -> bool:
     """Whether the elements [n] in these bytes hold neither NaN nor infinity; whole elements only."""
-    if dtype not in _EXPONENTS:
+    if dtype not in _EXPONENTS or not data.size:
         return True
-    kind, infinity = _EXPONENTS[dtype]
-    bits = data.view(kind)
-    mask = kind(np.iinfo(kind).max >> 1)
-    return all((bits[at : at + _FINITE_BLOCK] & mask).max() < infinity for at in range(0, bits.size, _FINITE_BLOCK))
+    signed, unsigned, infinity = _EXPONENTS[dtype]
+    # From infinity on: the largest of the positive numbers as signed bits, and of the negative ones as unsigned.
+    negative = infinity + np.iinfo(signed).max + 1
+    return bool(data.view(signed).max() < infinity and data.view(unsigned).max() < negative)
+
+
+def blocks_of(data: Bytes) -> Iterator[Bytes]:
+    """The bytes [n] in parts that stay in a cache."""
+    return (data[at : at + _BLOCK] for at in range(0, data.size, _BLOCK))
+
+
+def same_bytes(one: Bytes, other: Bytes) -> bool:
+    """Whether two arrays [n] hold the same bytes."""
+    pairs = zip(blocks_of(one), blocks_of(other), strict=True)
+    return one.size == other.size and all(_equal(a, b) for a, b in pairs)
+
+
+def _equal(one: Bytes, other: Bytes) -> bool:
+    # numpy takes the minimum of numbers by vectors, and "all" of truth values one by one.
+    return bool((one == other).view(np.uint8).min(initial=1))
+
+
+def copied(source: Bytes, target: Bytes, back: Bytes) -> bool:
+    """Write ``source`` [n] into ``target`` [n]; whether ``back`` [n], another view of that memory, then holds it."""
+    for block, into, read in zip(*map(blocks_of, (source, target, back)), strict=True):
+        into[:] = block
+        if not _equal(read, block):
+            return False
+    return True
 
 
 @dataclass(slots=True, eq=False)
@@ -67,14 +92,16 @@ class _Incoming:
         self.received += data.size
         if self.received > self.size:
             self.check_coverage()
-        if offset == self.hashed:
-            self.hasher.update(data.data)
-            self.hashed += data.size
-        width = _EXPONENTS[self.dtype][0]().itemsize if self.dtype in _EXPONENTS else 1
-        if offset % width or data.size % width or data.ctypes.data % width:
-            self.unchecked = True
-        elif self.finite:
-            self.finite = all_finite(data, self.dtype)
+        in_order = offset == self.hashed
+        width = np.dtype(_EXPONENTS[self.dtype][0]).itemsize if self.dtype in _EXPONENTS else 1
+        cut = bool(offset % width or data.size % width)
+        self.unchecked = self.unchecked or cut
+        for block in blocks_of(data):
+            if in_order:
+                self.hasher.update(block.data)
+            if not cut and self.finite:
+                self.finite = all_finite(block, self.dtype)
+        self.hashed += data.size if in_order else 0
 
     def check_coverage(self) -> None:
         """Every byte once; sorts the pieces."""
@@ -257,30 +284,37 @@ class WeightStage:
     def commit(self) -> WeightState:
         """Write every parameter in place, so views and tied heads follow. Call between steps, after ``verify``.
 
-        The digest returned is read back from the live tensors.
+        Every byte is read back from the live tensors and compared with those that were proven, so the proven digests
+        are theirs, and the root returned.
 
         Raises:
             ParityError: a live tensor does not hold what was proven; the caller must not serve with this model again.
         """
         if self._canonical is None:
             raise WeightUpdateError("commit before verify")
-        live: dict[str, bytes] = {}
         for name, parameter in self._wanted.items():
-            self._write(name, parameter)
-            live[name] = digest_of(name, parameter)
-            if live[name] != self._canonical[name]:
+            if not self._written(name, parameter):
                 raise ParityError(f"{name} does not hold the committed bytes")
-        return WeightState(self.update.version, root_digest(live))
+        return WeightState(self.update.version, root_digest(self._canonical))
 
-    def _write(self, name: str, parameter: torch.nn.Parameter) -> None:
-        direct = parameter.device.type == "cpu" and parameter.is_contiguous()
-        host = parameter if direct else torch.empty(parameter.shape, dtype=parameter.dtype)
-        target, at = byte_view(host), 0
+    def _written(self, name: str, parameter: torch.nn.Parameter) -> bool:
+        """Write a parameter; whether it then holds what was sent."""
+        if parameter.device.type == "cpu" and parameter.is_contiguous():
+            # Read through a view of its own, so that a write that went elsewhere shows.
+            places = zip(self._laid(name, byte_view(parameter)), self._laid(name, host_bytes(parameter)), strict=True)
+            return all(copied(piece, part, back) for (part, piece), (back, _) in places)
+        host = torch.empty(parameter.shape, dtype=parameter.dtype)
+        for part, piece in self._laid(name, byte_view(host)):
+            part[:] = piece
+        parameter.copy_(host)
+        return all(same_bytes(part, piece) for part, piece in self._laid(name, host_bytes(parameter)))
+
+    def _laid(self, name: str, whole: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
+        """Parts of a parameter's bytes [n], each beside the piece that belongs there."""
+        at = 0
         for piece in self._pieces(name):
-            target[at : at + piece.size] = piece
+            yield whole[at : at + piece.size], piece
             at += piece.size
-        if not direct:
-            parameter.copy_(host)
 
 
 def _width(dtype: str) -> int:

@@ -66,9 +66,14 @@ def byte_view(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return flat
 
 
+def host_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The bytes [nbytes] of any tensor, from the bytes that its device holds."""
+    return byte_view(tensor.detach().cpu().contiguous())
+
+
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor as they go over the wire; no copy when it is contiguous on the host."""
-    return byte_view(tensor.detach().cpu().contiguous()).data
+    return host_bytes(tensor).data
 
 
 def digest_of(name: str, tensor: torch.Tensor) -> bytes:

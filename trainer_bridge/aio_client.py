@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 import grpc.aio
 
@@ -23,7 +23,6 @@ from rollout.types import (
     WeightState,
 )
 from rollout.v1 import rollout_pb2 as pb
-from rollout.v1 import rollout_pb2_grpc
 from trainer_bridge.wire import (
     DEFAULT_BUCKET_BYTES,
     Assembler,
@@ -36,7 +35,7 @@ from trainer_bridge.wire import (
     translated,
     update_messages,
 )
-from trainer_bridge.wire.channel import PLAIN, AuthorizedStub, ClientSecurity, open_aio_channel
+from trainer_bridge.wire.channel import PLAIN, AuthorizedStub, ClientSecurity, open_aio_channel, rollout_stub
 from trainer_bridge.wire.request import (
     DEFAULT_MAX_MESSAGE_BYTES,
     DEFAULT_TIMEOUT_S,
@@ -88,7 +87,7 @@ class AsyncRolloutClient:
         # Not in __init__: a channel belongs to the running loop, and a client may be made outside of one.
         if self._connected is None:
             self._channel = open_aio_channel(self._address, self._security, self._max_message_bytes)
-            stub = AuthorizedStub(rollout_pb2_grpc.RolloutServiceStub(self._channel), self._security)
+            stub = AuthorizedStub(rollout_stub(self._channel), self._security)
             self._connected = cast("RolloutServiceAsyncStub", stub)
         return self._connected
 
@@ -204,11 +203,12 @@ class AsyncRolloutClient:
         update = await asyncio.to_thread(
             folder_update, folder, root, version=version, policy=policy, allow_nonfinite=allow_nonfinite
         )
-        return await self._send_update(iter([codec.update_to_proto(update)]))
+        return await self._send_update(iter([codec.update_to_proto(update).SerializeToString()]))
 
-    async def _send_update(self, messages: Iterator[pb.UpdateWeightsRequest]) -> WeightState:
+    async def _send_update(self, messages: Iterator[bytes]) -> WeightState:
         with translated():
-            response = await self._stub.UpdateWeights(messages, timeout=self._timeout_s)
+            update: Any = self._stub.UpdateWeights
+            response: pb.UpdateWeightsResponse = await update(messages, timeout=self._timeout_s)
         return codec.weights_from_proto(response.weights)
 
     async def abort(self, request_id: str = "", *, all_requests: bool = False) -> int:

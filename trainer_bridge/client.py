@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Self, Unpack, cast
+from typing import Any, Self, Unpack, cast
 
 import grpc
 
@@ -36,7 +36,7 @@ from trainer_bridge.wire import (
     translated,
     update_messages,
 )
-from trainer_bridge.wire.channel import PLAIN, AuthorizedStub, ClientSecurity, open_channel
+from trainer_bridge.wire.channel import PLAIN, AuthorizedStub, ClientSecurity, open_channel, rollout_stub
 from trainer_bridge.wire.request import (
     DEFAULT_MAX_MESSAGE_BYTES,
     DEFAULT_TIMEOUT_S,
@@ -76,7 +76,7 @@ class RolloutClient:
         self._channel = open_channel(address, shown, max_message_bytes)
         self._stub = cast(
             "rollout_pb2_grpc.RolloutServiceStub",
-            AuthorizedStub(rollout_pb2_grpc.RolloutServiceStub(self._channel), shown),
+            AuthorizedStub(rollout_stub(self._channel), shown),
         )
         self._timeout_s = timeout_s
         self._client_id = client_id
@@ -185,12 +185,13 @@ class RolloutClient:
     ) -> WeightState:
         """Have the server read a weight set from a folder that both see; arguments: ``wire.folder_update``."""
         update = folder_update(folder, root, version=version, policy=policy, allow_nonfinite=allow_nonfinite)
-        return self.send_update(iter([codec.update_to_proto(update)]))
+        return self.send_update(iter([codec.update_to_proto(update).SerializeToString()]))
 
-    def send_update(self, messages: Iterator[pb.UpdateWeightsRequest]) -> WeightState:
-        """One update as the messages of its stream."""
+    def send_update(self, messages: Iterator[bytes]) -> WeightState:
+        """One update as the serialized messages of its stream."""
         with translated():
-            response = self._stub.UpdateWeights(messages, timeout=self._timeout_s)
+            update: Any = self._stub.UpdateWeights
+            response: pb.UpdateWeightsResponse = update(messages, timeout=self._timeout_s)
         return codec.weights_from_proto(response.weights)
 
     def abort(self, request_id: str = "", *, all_requests: bool = False) -> int:

@@ -19,7 +19,6 @@ from ray.exceptions import RayActorError, RayTaskError
 from rollout import codec
 from rollout.errors import WeightUpdateError
 from rollout.types import UpdatePolicy, WeightState, WeightUpdate
-from rollout.v1 import rollout_pb2 as pb
 from rollout.weight_transfer import TransferActor
 from trainer_bridge.client import RolloutClient
 from trainer_bridge.wire import NamedTensor, cut, end_of, plan_update
@@ -83,10 +82,10 @@ class RayWeights:
         return self._push(update, listed, bucket_bytes)
 
     def _push(self, update: WeightUpdate, listed: list[NamedTensor], bucket_bytes: int) -> WeightState:
-        end: Future[pb.UpdateWeightsRequest] = Future()
+        end: Future[bytes] = Future()
 
-        def messages() -> Iterator[pb.UpdateWeightsRequest]:
-            yield codec.update_to_proto(update)
+        def messages() -> Iterator[bytes]:
+            yield codec.update_to_proto(update).SerializeToString()
             yield end.result()
 
         with ThreadPoolExecutor(1, thread_name_prefix="zerodrift-push") as thread:
@@ -96,7 +95,7 @@ class RayWeights:
                 for bucket in cut(listed, bucket_bytes, digests):
                     self._offer(update.transfer, [ray.put(bucket)], answer)
                 ray.get(self._actor.finish.remote(update.transfer))
-                end.set_result(codec.end_to_proto(end_of(digests)))
+                end.set_result(codec.end_to_proto(end_of(digests)).SerializeToString())
             except BaseException as error:
                 # Unblocks the stream, which ends without its end: nothing is committed.
                 end.set_exception(error)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from math import prod
 
-from rollout.codec.fields import assign, extend
-from rollout.codec.tensor import DTYPES, dtype_from_proto, dtype_to_proto
+from rollout.codec.fields import assign
+from rollout.codec.tensor import DTYPES, dtype_from_proto
 from rollout.errors import InvalidRequest
 from rollout.types import TensorChunk, UpdateEnd, UpdatePolicy, WeightState, WeightUpdate
 from rollout.v1 import rollout_pb2 as pb
@@ -90,20 +89,6 @@ def _policy(value: int) -> UpdatePolicy:
     )
 
 
-def bucket_to_proto(chunks: Iterable[TensorChunk]) -> pb.UpdateWeightsRequest:
-    """A later message of the stream.
-
-    Raises:
-        InvalidRequest: the wire has no such dtype, or a value does not fit its wire type.
-    """
-    bucket = pb.TensorBucket()
-    for chunk in chunks:
-        item = bucket.chunks.add(dtype=dtype_to_proto(chunk.dtype, f"{chunk.name}.dtype"))
-        assign(item, f"{chunk.name}.", name=chunk.name, offset=chunk.offset, data=chunk.data)
-        extend(item.shape, chunk.shape, f"{chunk.name}.shape")
-    return pb.UpdateWeightsRequest(bucket=bucket)
-
-
 def part_from_proto(message: pb.UpdateWeightsRequest) -> tuple[TensorChunk, ...] | UpdateEnd:
     """A later message of the stream: chunks, or its end.
 
@@ -128,10 +113,17 @@ def bucket_from_proto(message: pb.UpdateWeightsRequest) -> tuple[TensorChunk, ..
             "send only buckets after begin",
             field="bucket",
         )
-    return tuple(_chunk_from_proto(item, f"bucket.chunks[{i}]") for i, item in enumerate(message.bucket.chunks))
+    return tuple(
+        chunk_from_proto(item, item.data, f"bucket.chunks[{i}]") for i, item in enumerate(message.bucket.chunks)
+    )
 
 
-def _chunk_from_proto(message: pb.TensorChunk, field: str) -> TensorChunk:
+def chunk_from_proto(message: pb.TensorChunk, data: bytes | memoryview, field: str) -> TensorChunk:
+    """A chunk whose bytes are ``data``, whatever the message holds of them.
+
+    Raises:
+        InvalidRequest: no name, an unknown dtype, or bytes outside the tensor.
+    """
     if not message.name:
         raise InvalidRequest(f"{field}.name is empty; name the parameter as in the checkpoint", field=f"{field}.name")
     dtype = dtype_from_proto(message.dtype, f"{field}.dtype")
@@ -139,8 +131,6 @@ def _chunk_from_proto(message: pb.TensorChunk, field: str) -> TensorChunk:
     if min(shape, default=0) < 0:
         raise InvalidRequest(f"{field}.shape = {list(shape)} of {message.name} is negative", field=f"{field}.shape")
     size = prod(shape) * DTYPES[dtype][1]
-    # Every look at a bytes field copies it.
-    data = message.data
     end = message.offset + len(data)
     if message.offset < 0 or end > size:
         raise InvalidRequest(
@@ -148,7 +138,7 @@ def _chunk_from_proto(message: pb.TensorChunk, field: str) -> TensorChunk:
             f"({dtype} {list(shape)})",
             field=f"{field}.data",
         )
-    if not data and size:
+    if not len(data) and size:
         raise InvalidRequest(
             f"{field} holds no bytes of {message.name}, which has {size}; leave such a chunk out", field=f"{field}.data"
         )

@@ -89,4 +89,4 @@ def bad_names(address: str, path: Path) -> None:
         for name in ("SERVE_CONTROLLER", "zerodrift-transfer-" + "0" * 32, "zerodrift-transfer-" + "0" * 32 + "/1"):
             update = plan_update(tensors_of(path), version=3, digest="ab", policy=UpdatePolicy.WAIT, transfer=name)
             with pytest.raises(WeightUpdateError, match="no transfer"):
-                client.send_update(iter([codec.update_to_proto(update)]))
+                client.send_update(iter([codec.update_to_proto(update).SerializeToString()]))

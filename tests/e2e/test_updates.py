@@ -16,6 +16,7 @@ from rollout.serving import Service
 from rollout.types import FinishReason, SampleSummary, ScoreSequence, TokenChunk, UpdatePolicy, VersionSpan
 from rollout.v1 import rollout_pb2 as pb
 from rollout.v1 import rollout_pb2_grpc
+from tests.messages import parsed_messages
 from tests.services import (
     PROMPT,
     CallSignal,
@@ -34,7 +35,7 @@ from tests.services import (
     version_path,
 )
 from trainer_bridge.aio_client import AsyncRolloutClient
-from trainer_bridge.wire import GenerateResult, SampledSequence, plan_update, update_messages
+from trainer_bridge.wire import GenerateResult, SampledSequence, plan_update
 
 PROBE = PROMPT * 9
 
@@ -215,7 +216,7 @@ async def dying_sender(service: Service, tensors: list[tuple[str, torch.Tensor]]
     """A sender that goes away with half its buckets sent, once both replicas have staged some."""
     staged = [CallSignal(thread, "stage_chunks") for thread in engine_threads(service)]
     update = plan_update(tensors, version=1, digest=None, policy=UpdatePolicy.WAIT)
-    messages = list(update_messages(update, tensors, bucket_bytes=4096))
+    messages = list(parsed_messages(update, tensors, 4096))
 
     async def half() -> AsyncIterator[pb.UpdateWeightsRequest]:
         for message in messages[: len(messages) // 2]:

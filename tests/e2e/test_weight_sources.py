@@ -20,6 +20,7 @@ from rollout.serving import Service
 from rollout.types import GenerateRequest, UpdateEnd, UpdatePolicy
 from rollout.v1 import rollout_pb2 as pb
 from rollout.v1 import rollout_pb2_grpc
+from tests.messages import parsed_messages
 from tests.rollout.updates import digest_over
 from tests.services import (
     PROMPT,
@@ -34,7 +35,7 @@ from tests.services import (
 )
 from trainer_bridge.aio_client import AsyncRolloutClient
 from trainer_bridge.client import RolloutClient
-from trainer_bridge.wire import plan_update, translated, update_messages
+from trainer_bridge.wire import plan_update, translated
 
 Tensors = list[tuple[str, torch.Tensor]]
 
@@ -129,7 +130,7 @@ async def test_bad_folders_leave_the_old_weights(tiny_qwen3_path: Path, tmp_path
             assert str(tmp_path) not in caught.value.message.replace(name, "")
         with pytest.raises(WeightUpdateError, match="differs from the sender's"):
             await send(service, head(new, folder="good", digest="ab" * 32))
-        buckets = list(update_messages(plan_update(new, version=1, digest="ab", policy=UpdatePolicy.WAIT), new))
+        buckets = list(parsed_messages(plan_update(new, version=1, digest="ab", policy=UpdatePolicy.WAIT), new))
         with pytest.raises(InvalidRequest, match="came over the stream as well"):
             await send(service, head(new, folder="good"), *buckets[1:])
         assert await said(client) == before
@@ -155,7 +156,7 @@ async def test_without_ray_there_is_no_transfer(tiny_qwen3_path: Path, new: Tens
 async def test_streams_that_end_badly(tiny_qwen3_path: Path, new: Tensors) -> None:
     """Truncated, endless, ended twice: refused with a reason, and the next update is not held up."""
     update = plan_update(new, version=1, digest=None, policy=UpdatePolicy.WAIT)
-    begin, *buckets, end = list(update_messages(update, new, 4096))
+    begin, *buckets, end = list(parsed_messages(update, new, 4096))
     named = codec.update_to_proto(plan_update(new, version=1, digest=end.end.digest, policy=UpdatePolicy.WAIT))
     wrong = codec.end_to_proto(UpdateEnd("ab" * 32))
     cases: list[tuple[list[pb.UpdateWeightsRequest], type[RolloutError], str]] = [
@@ -185,7 +186,7 @@ async def test_a_silent_sender_is_not_waited_for(tiny_qwen3_path: Path, new: Ten
 
     async def half() -> AsyncIterator[pb.UpdateWeightsRequest]:
         update = plan_update(new, version=1, digest="ab", policy=UpdatePolicy.WAIT)
-        yield next(iter(update_messages(update, new)))
+        yield next(iter(parsed_messages(update, new)))
         await silent.wait()
 
     async with tiny_service(tiny_qwen3_path, replicas=2, weights={"idle_s": 0.2}) as (service, client):
@@ -236,15 +237,15 @@ async def test_a_replica_that_breaks_while_it_commits(tiny_qwen3_path: Path, new
         commit = broken._commit
 
         def breaking() -> Any:
-            write, left = broken._stage._write, [3]
+            write, left = broken._stage._written, [3]
 
-            def failing(name: str, parameter: Any) -> None:
+            def failing(name: str, parameter: Any) -> bool:
                 left[0] -= 1
                 if left[0] == 0:
                     raise RuntimeError("planted")
-                write(name, parameter)
+                return bool(write(name, parameter))
 
-            broken._stage._write = failing
+            broken._stage._written = failing
             return commit()
 
         broken._commit = breaking

@@ -24,7 +24,7 @@ from unittest import mock
 import rollout.server
 from rollout.assets import tiny_model
 from rollout.config import Settings
-from rollout.heap import settle_heap
+from rollout.garbage import settle_heap
 from rollout.serving import Service, running_service
 from tests.hostile.clock import Clock, Times
 

@@ -133,7 +133,7 @@ class TestWeights:
             TensorChunk("scalar", dtype, (), 0, bytes(size)),
             TensorChunk("empty", dtype, (0, 4), 0, b""),
         )
-        message = pb.UpdateWeightsRequest.FromString(codec.bucket_to_proto(chunks).SerializeToString())
+        message = pb.UpdateWeightsRequest.FromString(codec.bucket_to_wire(chunks))
         assert codec.bucket_from_proto(message) == chunks
 
     @pytest.mark.parametrize(
@@ -156,7 +156,8 @@ class TestWeights:
         assert caught.value.field == f"bucket.chunks[0].{field}"
 
     def test_parts_in_the_wrong_order(self) -> None:
-        begin, bucket = codec.update_to_proto(WeightUpdate(1, "ab", 1)), codec.bucket_to_proto(())
+        begin = codec.update_to_proto(WeightUpdate(1, "ab", 1))
+        bucket = pb.UpdateWeightsRequest(bucket=pb.TensorBucket())
         for message in (bucket, pb.UpdateWeightsRequest()):
             with pytest.raises(InvalidRequest, match="send begin first"):
                 codec.update_from_proto(message)
@@ -166,7 +167,7 @@ class TestWeights:
 
     def test_unknown_dtype_on_the_way_out(self) -> None:
         with pytest.raises(InvalidRequest, match="float8_e4m3fn"):
-            codec.bucket_to_proto([TensorChunk("a", "float8_e4m3fn", (1,), 0, b"\0")])
+            codec.bucket_to_wire([TensorChunk("a", "float8_e4m3fn", (1,), 0, b"\0")])
 
     def test_state_round_trip(self) -> None:
         assert codec.weights_from_proto(codec.weights_to_proto(WeightState(5, "ff"))) == WeightState(5, "ff")
@@ -188,7 +189,8 @@ class TestUnknownFields:
     def requests(self) -> list[tuple[Any, Any, str]]:
         generate = codec.generate_request_to_proto(GenerateRequest("a", (1,), SamplingParams()))
         score = codec.score_request_to_proto(ScoreRequest("a", (ScoreSequence((1, 2)), ScoreSequence((1, 2)))))
-        bucket = codec.bucket_to_proto([TensorChunk("a", "int32", (1,), 0, b"\0" * 4)])
+        wire = codec.bucket_to_wire([TensorChunk("a", "int32", (1,), 0, b"\0" * 4)])
+        bucket = pb.UpdateWeightsRequest.FromString(wire)
         begin = codec.update_to_proto(WeightUpdate(1, "ab", 1))
         return [
             (generate, generate, "rollout.v1.GenerateRequest"),

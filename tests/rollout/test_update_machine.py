@@ -213,14 +213,14 @@ class UpdateMachine(RuleBasedStateMachine):
         original = thread._commit
 
         def commit() -> Any:
-            write, count = thread._stage._write, iter(range(100))
+            write, count = thread._stage._written, iter(range(100))
 
-            def failing(name: str, parameter: Any) -> None:
+            def failing(name: str, parameter: Any) -> bool:
                 if next(count) == written:
                     raise RuntimeError("planted")
-                write(name, parameter)
+                return bool(write(name, parameter))
 
-            thread._stage._write = failing
+            thread._stage._written = failing
             return original()
 
         thread._commit = commit

@@ -6,14 +6,16 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from rollout.errors import WeightUpdateError
+from rollout import weight_stage
+from rollout.errors import ParityError, WeightUpdateError
 from rollout.model import SharedModel
 from rollout.types import TensorChunk, WeightState, WeightUpdate
-from rollout.weight_stage import WeightStage
-from rollout.weights import digest_of, model_digest, root_digest, tensor_bytes, tensor_digest
+from rollout.weight_stage import WeightStage, all_finite
+from rollout.weights import byte_view, digest_of, dtype_name, model_digest, root_digest, tensor_bytes, tensor_digest
 from tests.engines import Generated, build_engine, fresh_model, run, sample, torch_threads
 from tests.rollout.updates import chunks_of, digest_over
 
@@ -156,6 +158,48 @@ def test_chunks_may_come_in_any_order_and_size(model: SharedModel) -> None:
     staged = stage(model, tensors, chunks=iter(list(chunks_of(tensors, 777))[::-1]))
     staged.verify()
     assert staged.commit().digest == digest_over(tensors)
+
+
+@pytest.mark.parametrize("place", [0, 3, -1])
+def test_a_write_that_is_lost_is_found(model: SharedModel, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    """The commit reads back what it wrote: here one parameter's bytes go elsewhere."""
+    staged = stage(model, scaled(model, 1.5))
+    staged.verify()
+    lost = list(dict(model.parameters()).values())[place]
+    monkeypatch.setattr(weight_stage, "byte_view", lambda x: byte_view(x).copy() if x is lost else byte_view(x))
+    with pytest.raises(ParityError, match="does not hold the committed bytes"):
+        staged.commit()
+    monkeypatch.undo()
+    assert staged.commit().digest == model_digest(model), "control: written, it passes"
+
+
+def test_a_tensor_that_is_not_laid_out_in_order_takes_its_bytes(tied: SharedModel) -> None:
+    """As on a device: filled on the host, copied, and read back from where it lies."""
+    tensors = scaled(tied, 1.5)
+    name, parameter = next((n, p) for n, p in tied.parameters() if p.dim() == 2 and p.shape[0] != p.shape[1])
+    parameter.data = parameter.data.t().contiguous().t()
+    assert not parameter.is_contiguous()
+    staged = stage(tied, tensors)
+    staged.verify()
+    assert staged.commit().digest == model_digest(tied) == digest_over(tensors)
+    assert torch.equal(parameter, tensors[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_every_number_is_finite_and_nothing_else(dtype: torch.dtype) -> None:
+    """All sixteen upper bits, with the lowest bit clear and set: each alone, and one among zeros."""
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    upper = torch.arange(-(2**15), 2**15, dtype=torch.int64) << (8 * dtype.itemsize - 16)
+    values = torch.cat((upper, upper | 1)).to(kind).view(dtype)
+    raw, width, name = byte_view(values), dtype.itemsize, dtype_name(dtype)
+    wanted = torch.isfinite(values).tolist()
+    assert [all_finite(raw[i : i + width], name) for i in range(0, raw.size, width)] == wanted
+    assert all_finite(byte_view(values[torch.isfinite(values)]), name) and not all_finite(raw, name)
+    for bad in values[~torch.isfinite(values)][:: 97 if dtype.itemsize > 2 else 7]:
+        row = torch.zeros(70, dtype=dtype)
+        row[67] = bad
+        shifted = np.concatenate([np.zeros(1, np.uint8), byte_view(row)])[1:]
+        assert not all_finite(byte_view(row), name) and not all_finite(shifted, name)
 
 
 def test_commit_needs_verification(model: SharedModel) -> None:

@@ -38,9 +38,10 @@ from rollout.types import (
 )
 from tests.fakes.backend import FakeBackend
 from tests.fakes.server import address, serving
+from tests.messages import parsed_messages
 from trainer_bridge.aio_client import AsyncRolloutClient
 from trainer_bridge.client import RolloutClient
-from trainer_bridge.wire import Assembler, GenerateResult, plan_update, update_messages
+from trainer_bridge.wire import Assembler, GenerateResult, plan_update
 
 SAMPLING = SamplingParams(seed=3, max_tokens=10)
 REQUEST = GenerateRequest("x", (5, 6), SAMPLING, n=2, sample_index=1, row_digests=True)
@@ -278,7 +279,7 @@ class TestUpdateWeights:
         ints, longs = np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int64)
         tensors = [("a", ints), ("empty", ints[:0]), ("b", longs)]
         update = plan_update(tensors, version=2, digest="ab", policy=UpdatePolicy.WAIT)
-        head, *buckets = update_messages(update, tensors, bucket_bytes)
+        head, *buckets = parsed_messages(update, tensors, bucket_bytes)
         assert head.begin.num_tensors == 3
         rebuilt: dict[str, bytearray] = {}
         for message in buckets:
@@ -297,4 +298,4 @@ class TestUpdateWeights:
             plan_update([("c", np.zeros(1, np.complex64))], version=1, digest="ab", policy=UpdatePolicy.WAIT)
         update = plan_update([a], version=1, digest="ab", policy=UpdatePolicy.WAIT)
         with pytest.raises(InvalidRequest, match="bucket_bytes = 0"):
-            update_messages(update, [a], 0)
+            parsed_messages(update, [a], 0)

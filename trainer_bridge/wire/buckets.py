@@ -13,9 +13,9 @@ import numpy.typing as npt
 from rollout import codec
 from rollout.errors import InvalidRequest
 from rollout.types import TensorChunk, UpdateEnd, UpdatePolicy, WeightUpdate
-from rollout.v1 import rollout_pb2 as pb
 
-DEFAULT_BUCKET_BYTES = 16 * 1024 * 1024
+DEFAULT_BUCKET_BYTES = 1024 * 1024
+"""Small enough for memory that was just freed: what is asked of the system anew costs more than the copies."""
 
 NamedTensor = tuple[str, Any]
 """Name and value: a numpy array or a torch tensor on any device."""
@@ -76,8 +76,8 @@ def folder_update(
 
 def update_messages(
     update: WeightUpdate, tensors: Sequence[NamedTensor], bucket_bytes: int = DEFAULT_BUCKET_BYTES
-) -> Iterator[pb.UpdateWeightsRequest]:
-    """The head, then buckets of at most ``bucket_bytes`` tensor bytes; a large tensor is split over several.
+) -> Iterator[bytes]:
+    """Serialized: head, then buckets of at most ``bucket_bytes`` tensor bytes; a large tensor is split over several.
 
     Where the head has no digest, each tensor is hashed as it goes, and the end says the root.
 
@@ -89,7 +89,7 @@ def update_messages(
     return _ahead(_messages(update, tensors, bucket_bytes))
 
 
-def _ahead(messages: Iterator[pb.UpdateWeightsRequest]) -> Iterator[pb.UpdateWeightsRequest]:
+def _ahead(messages: Iterator[bytes]) -> Iterator[bytes]:
     """The same, each made by a thread while the one before it is sent: gRPC asks for one at a time."""
     with ThreadPoolExecutor(1, thread_name_prefix="zerodrift-update") as thread:
         coming = thread.submit(next, messages, None)
@@ -98,15 +98,13 @@ def _ahead(messages: Iterator[pb.UpdateWeightsRequest]) -> Iterator[pb.UpdateWei
             yield message
 
 
-def _messages(
-    update: WeightUpdate, tensors: Sequence[NamedTensor], bucket_bytes: int
-) -> Iterator[pb.UpdateWeightsRequest]:
-    yield codec.update_to_proto(update)
+def _messages(update: WeightUpdate, tensors: Sequence[NamedTensor], bucket_bytes: int) -> Iterator[bytes]:
+    yield codec.update_to_proto(update).SerializeToString()
     digests: dict[str, bytes] = {}
     for bucket in cut(tensors, bucket_bytes, None if update.digest else digests):
-        yield codec.bucket_to_proto(TensorChunk(c.name, c.dtype, c.shape, c.offset, c.data.tobytes()) for c in bucket)
+        yield codec.bucket_to_wire(bucket)
     if not update.digest:
-        yield codec.end_to_proto(end_of(digests))
+        yield codec.end_to_proto(end_of(digests)).SerializeToString()
 
 
 def end_of(digests: Mapping[str, bytes]) -> UpdateEnd:

@@ -14,6 +14,7 @@ import grpc.aio
 from rollout.config import is_loopback
 from rollout.errors import ConfigError
 from rollout.server_settings import AccessSettings
+from rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from trainer_bridge.wire.request import channel_options
 
 Metadata = tuple[tuple[str, str], ...]
@@ -151,6 +152,15 @@ def open_aio_channel(address: str, security: ClientSecurity, max_message_bytes: 
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def rollout_stub(channel: Any) -> Any:
+    """The generated stub, but for UpdateWeights, which takes messages that are serialized already."""
+    stub: Any = rollout_pb2_grpc.RolloutServiceStub(channel)
+    stub.UpdateWeights = channel.stream_unary(
+        "/rollout.v1.RolloutService/UpdateWeights", response_deserializer=rollout_pb2.UpdateWeightsResponse.FromString
+    )
+    return stub
 
 
 class AuthorizedStub:

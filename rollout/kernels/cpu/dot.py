@@ -11,7 +11,7 @@ What is gained: weights are read as one stream in the order of use, and a call c
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -22,11 +22,10 @@ from llvmlite import ir
 from numba.core import types
 
 from rollout.kernels.cpu.compiler import carray, cgutils, intrinsic
+from rollout.kernels.cpu.pack import PACK_FIELDS, PANEL, pack_entry
 from rollout.kernels.cpu.team import Call, entry, pointer, take_jobs
 from rollout.kernels.cpu.vector import FLOATS, WIDTH, constant, index, matrices, put, row_of, splat, take
 
-PANEL = 64
-"""Columns of a packed weight panel: four vectors"""
 BLOCKS = (512, 1024)
 """Lengths of k after which a chain may start anew, as candidates"""
 ROWS = 96
@@ -200,25 +199,36 @@ def _product_entry() -> Any:
     return entry(product)
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """bfloat16 [N, K], K even -> int32 [ceil(N / 64), K / 2, 64]: pairs of k, columns side by side, zeros appended."""
-    columns, inner = weight.shape
-    panels = -(-columns // PANEL)
-    padded = weight.detach() if columns == panels * PANEL else weight.new_zeros(panels * PANEL, inner)
-    if columns != panels * PANEL:
-        padded[:columns] = weight.detach()
-    pairs = padded.contiguous().view(torch.int32)
-    return pairs.view(panels, PANEL, inner // 2).transpose(1, 2).contiguous()
-
-
 class DotProduct:
-    """x [T, K] bfloat16 -> [T, N], for few rows. Not for two threads at once."""
+    """x [T, K] bfloat16 -> [T, N], for few rows. Not for two threads at once.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, block: int) -> None:
-        self._columns, self._inner = weight.shape
-        self._panels, self._bias = pack(weight), bias
+    Args:
+        weights: bfloat16 [N_i, K], K even, one below the other.
+        bias: [N], or None.
+        block: inner dimensions of a chain.
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, block: int) -> None:
+        self._columns, self._inner = sum(w.size(0) for w in weights), weights[0].size(1)
+        # Pairs of k, columns side by side; the last panel's other columns stay zero.
+        shape = -(-self._columns // PANEL), self._inner // 2, PANEL
+        self._panels = torch.zeros(shape, dtype=torch.int32)
         self._call = Call(_product_entry(), _FIELDS)
+        self._packing = Call(pack_entry(), PACK_FIELDS)
         self._sizes = self._inner // 2, self._columns, block // 2
+        self.pack(weights, bias)
+
+    def pack(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
+        """Take other weights and bias of the same shapes, in place."""
+        self._bias, first = bias, 0
+        for weight in (w.detach().contiguous() for w in weights):
+            rows, pairs = weight.size(0), self._inner // 2
+            panel, shift = divmod(first, PANEL)
+            self._packing(
+                -(-(shift + rows) // PANEL), rows * pairs, _WORTH_A_THREAD,
+                weight.data_ptr(), self._panels.data_ptr(), rows, pairs, panel, shift,
+            )  # fmt: skip
+            first += rows
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x contiguous [T, K]."""

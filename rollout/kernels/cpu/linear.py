@@ -54,7 +54,7 @@ def plan_product(outer: int, inner: int, bias: torch.Tensor | None, dtype: torch
         return ProductPlan()
     if dot.available() and inner % 2 == 0:
         for block in dot.BLOCKS:
-            product = dot.DotProduct(weight, bias, block)
+            product = dot.DotProduct([weight], bias, block)
             if all(torch.equal(product(x[:rows]), wanted[:rows]) for rows in PROBE_ROWS):
                 return ProductPlan(block=block)
     return ProductPlan(packed_rows=_packed_least_rows(x, weight, bias, wanted))
@@ -129,18 +129,22 @@ class RolloutLinear:
     def __init__(self, layers: list[torch.nn.Linear], plan: ProductPlan) -> None:
         self._layers = layers
         self._plan = plan
+        self._dot: dot.DotProduct | None = None
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Take the layers' present weights (they change in place at a weight update)."""
         weights: list[torch.Tensor] = [layer.weight.detach() for layer in self._layers]
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         self._bias = stacked_bias(self._layers)
-        self._dot: dot.DotProduct | None = None
         if self._plan.block is not None:
-            self._dot = dot.DotProduct(weight, self._bias, self._plan.block)
-        elif self._plan.packed_rows is not None:
+            if self._dot is None:
+                self._dot = dot.DotProduct(weights, self._bias, self._plan.block)
+            else:
+                self._dot.pack(weights, self._bias)
+            return
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        if self._plan.packed_rows is not None:
             self._weight = _pack(weight)
         else:
             self._weight = weight

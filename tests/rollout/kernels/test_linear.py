@@ -120,7 +120,7 @@ def test_a_dot_product_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPat
     # Chains of another length are as right, and not the same bits.
     x, weight = cancelling_product(8, 1024, 64, torch.bfloat16)
     monkeypatch.undo()
-    assert not torch.equal(dot.DotProduct(weight, None, 512)(x), dot.DotProduct(weight, None, 1024)(x))
+    assert not torch.equal(dot.DotProduct([weight], None, 512)(x), dot.DotProduct([weight], None, 1024)(x))
 
 
 @pytest.mark.parametrize("way", [ProductPlan(block=512), ProductPlan(packed_rows=2), ProductPlan()])
