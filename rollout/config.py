@@ -160,6 +160,10 @@ class WeightSettings(_Section):
     )
     bucket_bytes: int = Field(33554432, ge=4096, description="Bytes that are passed on to the replicas at a time.")
     idle_s: float = Field(60, gt=0, description="Seconds without a part of an update until it is withdrawn.")
+    keep: bool = Field(
+        True,
+        description="Keep the last update in Ray's object store, for replicas that start when none is left with it.",
+    )
 
 
 class RaySettings(_Section):

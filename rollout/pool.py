@@ -29,6 +29,7 @@ from rollout.errors import (
     UnsupportedFeature,
 )
 from rollout.events import ScoreEvent
+from rollout.kept_weights import KeptWeights, SentBucket, kept
 from rollout.manifest import manifest_digest
 from rollout.replica import Replica
 from rollout.request_limits import check_answer_size, check_limits
@@ -66,9 +67,25 @@ _MAX_SCORE_ATTEMPTS = 4
 
 
 class Pool(Backend):
-    """Backend over N replicas."""
+    """Backend over N replicas.
 
-    def __init__(self, replicas: list[Replica], settings: Settings, model: str, tokenizer: Detokenizer | None) -> None:
+    Args:
+        replicas: not started yet.
+        settings: of the service.
+        model: its name for clients.
+        tokenizer: None where the model has none.
+        keep_weights: whether the last update is kept for replicas that start anew.
+    """
+
+    def __init__(
+        self,
+        replicas: list[Replica],
+        settings: Settings,
+        model: str,
+        tokenizer: Detokenizer | None,
+        *,
+        keep_weights: bool = False,
+    ) -> None:
         self._settings = settings
         self._model = model
         self._tokenizer = tokenizer
@@ -76,6 +93,8 @@ class Pool(Backend):
         self._buffers = StreamBuffers(settings.server)
         self._info: WorkerInfo | None = None
         self._weights = WeightState(-1, "")
+        self._keeps = keep_weights
+        self._kept: KeptWeights | None = None
         self._paused = False
         self._update_lock = asyncio.Lock()
         self._requests: dict[str, list[str]] = {}
@@ -113,6 +132,11 @@ class Pool(Backend):
         """What a replica has to be like to join; weights cannot change inside."""
         async with self._update_lock:
             yield dataclasses.replace(self._require_info(), weights=self._weights)
+
+    @property
+    def kept_weights(self) -> KeptWeights | None:
+        """The last committed update, where it is kept."""
+        return self._kept
 
     @property
     def num_live(self) -> int:
@@ -275,17 +299,19 @@ class Pool(Backend):
         async with self._update_lock:
             try:
                 await self._router.all("stage", update)
-                digest = await stage_all(self._router, intake)
+                sent: list[SentBucket] | None = [] if self._keeps else None
+                digest = await stage_all(self._router, intake, sent)
                 await self._router.all("verify_stage", digest)
                 self._router.weights_will_change(update.version, update.policy)
                 await self._router.all("quiesce", update.policy)
                 # From here on a sender that leaves changes nothing: half a commit would mix versions.
-                return await to_the_end(self._commit_all(update))
+                return await to_the_end(self._commit_all(update, digest, sent))
             finally:
                 await to_the_end(self._router.all_that_can("release"))
 
-    async def _commit_all(self, update: WeightUpdate) -> WeightState:
+    async def _commit_all(self, update: WeightUpdate, digest: str, sent: list[SentBucket] | None) -> WeightState:
         self._weights = await commit_all(self._router, update)
+        self._kept = kept(update, digest, self._weights, sent) if sent is not None else None
         self._router.weights_committed()
         return self._weights
 

@@ -179,9 +179,9 @@ class Roster:
         results = await asyncio.gather(*(s.call(method, *args) for s in slots), return_exceptions=True)
         return {s.name: r for s, r in zip(slots, results, strict=True)}
 
-    async def all_shared(self, method: str, value: Any) -> None:
-        """Call with one large argument, shipped once."""
-        await self.all(method, await self._alive()[0].replica.share(value))
+    async def share(self, value: Any) -> Any:
+        """A form of one large argument that is shipped once, whoever gets it."""
+        return await self._alive()[0].replica.share(value)
 
     async def all_that_can(self, method: str) -> None:
         """Call on every living replica, errors logged: for clean-up that must reach everyone."""

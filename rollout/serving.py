@@ -170,7 +170,9 @@ async def running_service(settings: Settings, *, in_process: bool = False) -> As
     with contextlib.nullcontext() if in_process else _own_process(settings):
         owner = secrets.token_hex(8)
         replicas = await _replicas(settings, path, owner, in_process)
-        pool = Pool(replicas, settings, settings.model.path, load_tokenizer(settings, path))
+        # A worker in this process is never started again.
+        keep = settings.weights.keep and settings.worker.max_restarts > 0 and not in_process
+        pool = Pool(replicas, settings, settings.model.path, load_tokenizer(settings, path), keep_weights=keep)
         try:
             await pool.start()
             supervisor = _supervisor(pool, settings, path, owner, in_process)

@@ -10,6 +10,8 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 
+from ray.exceptions import RayError
+
 from rollout.errors import (
     CertificateError,
     ConfigError,
@@ -18,16 +20,15 @@ from rollout.errors import (
     ReplicaUnavailable,
     UnsupportedFeature,
 )
+from rollout.kept_weights import copy_weights
 from rollout.pool import Pool
 from rollout.replica import Replica
 from rollout.router import Router
 from rollout.slot import Slot
-from rollout.types import ReplicaDigests, TensorChunk, UpdatePolicy, WeightState, WeightUpdate
-from rollout.weight_export import ExportPlace
+from rollout.types import WeightState
 from rollout.worker import WorkerInfo
 
 log = logging.getLogger(__name__)
-_BUCKET_BYTES = 32 * 1024 * 1024
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 _POLL_S = 0.05
 
@@ -141,28 +142,42 @@ class Supervisor:
         async with self._pool.steady() as standing, asyncio.timeout(self._limits.start_s):
             if info.manifest != standing.manifest:
                 raise ParityError(f"replica {newcomer.name} was started again with another manifest than the others'")
-            stale = ""
-            if info.weights != standing.weights:
-                donor = await self._donor(standing.weights)
-                if donor is not None:
-                    await copy_weights(donor, newcomer, standing.weights)
-                elif info.weights.version < standing.weights.version:
-                    stale = (
-                        f"no replica holds weight version {standing.weights.version} any more and this one has "
-                        f"{info.weights.version}: send the weights again, as a newer version"
-                    )
-                    log.error("replica %s takes no samples: %s", newcomer.name, stale)
-                else:
-                    raise ParityError(
-                        f"replica {newcomer.name} loaded weights {info.weights.digest}, version {info.weights.version} "
-                        f"had {standing.weights.digest}: the checkpoint has changed on disk"
-                    )
+            stale = "" if info.weights == standing.weights else await self._renew(newcomer, info, standing.weights)
             paused = False
             while paused != self._pool.paused:
                 paused = self._pool.paused
                 await newcomer.call("pause" if paused else "resume")
             self._router.admit(newcomer, stale)
-        log.warning("replica %s is back with weight version %d", newcomer.name, standing.weights.version)
+        if not stale:
+            log.warning("replica %s is back with weight version %d", newcomer.name, standing.weights.version)
+
+    async def _renew(self, newcomer: Replica, info: WorkerInfo, target: WeightState) -> str:
+        """Bring it to the weights being served; returns why it must not serve, "" when it may."""
+        donor = await self._donor(target)
+        if donor is not None:
+            await copy_weights(donor, newcomer, target)
+            return ""
+        if info.weights.version >= target.version:
+            raise ParityError(
+                f"replica {newcomer.name} loaded weights {info.weights.digest}, version {info.weights.version} "
+                f"had {target.digest}: the checkpoint has changed on disk"
+            )
+        why = "no replica holds them any more"
+        kept = self._pool.kept_weights
+        if kept is not None and kept.state == target:
+            try:
+                await kept.give(newcomer)
+            except RayError as error:
+                why = f"{why}, and what was sent is gone ({type(error).__name__})"
+                await newcomer.call("release")
+            else:
+                return ""
+        stale = (
+            f"the weights served are of version {target.version}, this one has {info.weights.version}, and {why}: "
+            "send the weights again, as a newer version"
+        )
+        log.error("replica %s takes no samples: %s", newcomer.name, stale)
+        return stale
 
     async def _donor(self, weights: WeightState) -> Slot | None:
         for slot in self._router.slots():
@@ -250,26 +265,3 @@ class Supervisor:
 
     def _standing(self, name: str) -> ReplicaStanding:
         return next(s for s in self.standings() if s.name == name)
-
-
-async def copy_weights(donor: Slot, newcomer: Replica, target: WeightState) -> None:
-    """Bucket by bucket from a replica that serves ``target``, digest checked at the end. Caller holds off updates.
-
-    Raises:
-        WeightUpdateError: the copy is not what the donor serves. ReplicaUnavailable: one of the two is gone.
-    """
-    held: ReplicaDigests = await donor.call("tensor_digests")
-    # Whoever served them took their values, NaN or not.
-    update = WeightUpdate(target.version, target.digest, len(held.tensors), UpdatePolicy.ABORT, allow_nonfinite=True)
-    await newcomer.call("stage", update)
-    place: ExportPlace | None = ExportPlace()
-    while place is not None:
-        chunks: list[TensorChunk]
-        chunks, place = await donor.call("export", place, _BUCKET_BYTES)
-        await newcomer.call("stage_chunks", chunks)
-    await newcomer.call("verify_stage")
-    await newcomer.call("quiesce", UpdatePolicy.ABORT)
-    state: WeightState = await newcomer.call("commit")
-    await newcomer.call("release")
-    if state != target:
-        raise ParityError(f"{newcomer.name} holds {state.digest} after the copy, {donor.name} serves {target.digest}")

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from rollout.errors import ReplicaUnavailable
+from rollout.kept_weights import SentBucket
 from rollout.router import Router
 from rollout.types import ReplicaDigests, WeightState, WeightUpdate
 from rollout.weight_intake import Intake
@@ -35,8 +36,11 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-async def stage_all(router: Router, intake: Intake) -> str:
+async def stage_all(router: Router, intake: Intake, sent: list[SentBucket] | None = None) -> str:
     """Pass every bucket to all replicas while the next one comes in; returns the sender's root digest, hex.
+
+    Args:
+        sent: where every bucket is noted as it went out; None: nowhere.
 
     Raises:
         RolloutError: the sender's side, or a replica, refused.
@@ -49,10 +53,9 @@ async def stage_all(router: Router, intake: Intake) -> str:
             async for bucket in buckets:
                 if staging is not None:
                     await staging
-                work = (
-                    router.all("stage_bucket", [bucket]) if through_ray else router.all_shared("stage_chunks", bucket)
-                )
-                staging = asyncio.create_task(work)
+                staging = asyncio.create_task(_pass_on(router, bucket, through_ray, sent))
+                # The task's from here on: one bucket beside the stages' own.
+                del bucket
         if staging is not None:
             await staging
         return intake.digest
@@ -60,6 +63,13 @@ async def stage_all(router: Router, intake: Intake) -> str:
         if staging is not None:
             # Awaited here, since nobody else would ever look at how it ended.
             await to_the_end(_settled(staging))
+
+
+async def _pass_on(router: Router, bucket: Any, through_ray: bool, sent: list[SentBucket] | None) -> None:
+    method, argument = ("stage_bucket", [bucket]) if through_ray else ("stage_chunks", await router.share(bucket))
+    if sent is not None:
+        sent.append(SentBucket(method, argument))
+    await router.all(method, argument)
 
 
 async def _settled(task: asyncio.Task[Any]) -> None:

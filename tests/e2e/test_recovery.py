@@ -79,6 +79,25 @@ async def test_gateways_follow_each_other(ray_cluster: Any, tiny_qwen3_path: Pat
         assert not ray.util.list_named_actors(), "a gateway that is stopped ends its workers"
 
 
+@pytest.mark.slow
+async def test_the_only_worker_is_killed_after_an_update(ray_cluster: Any, tiny_qwen3_path: Path) -> None:
+    """Nobody else holds the weights: it gets what the trainer sent, and serves the same bits again."""
+    settings = tiny_settings(tiny_qwen3_path)
+    async with running_service(settings) as service, AsyncRolloutClient(service.address) as client:
+        before = bits(await client.generate(PROMPT, sampling()))
+        state = await client.update_weights(tensors_of(version_path(tiny_qwen3_path, 1)), version=1)
+        calm = bits(await client.generate(PROMPT, sampling()))
+        assert calm != before, "control: the update shows"
+        (replica,) = service.pool.router.replicas
+        await replica.kill()
+        async with asyncio.timeout(60):
+            while service.pool.router.replicas == [replica] or not (await client.info()).replicas[0].healthy:
+                await asyncio.sleep(0.1)
+        assert bits(await client.generate(PROMPT, sampling())) == calm
+        info = await client.info()
+        assert [r.weights for r in info.replicas] == [state] == [info.weights]
+
+
 async def _nothing() -> Any:
     raise ReplicaUnavailable("the gateway stands still")
 

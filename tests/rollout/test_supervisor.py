@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import OwnerDiedError
 
-from rollout.errors import CertificateError, NotFound, ReplicaUnavailable, UnsupportedFeature
+from rollout.errors import CertificateError, NotFound, ReplicaUnavailable, UnsupportedFeature, WeightUpdateError
+from rollout.kept_weights import SentBucket, copy_weights
 from rollout.pool import Pool
 from rollout.replica import LocalReplica, Replica
-from rollout.supervisor import RestartLimits, Supervisor, copy_weights
+from rollout.supervisor import RestartLimits, Supervisor
 from rollout.types import GenerateRequest, TensorChunk, TokenChunk, UpdatePolicy, WeightState, WeightUpdate
 from rollout.weight_export import ExportPlace, export_bucket
 from rollout.weights import digest_of, dtype_name, root_digest, tensor_bytes, tensor_digest
@@ -49,10 +52,12 @@ class Makers:
 
 
 @asynccontextmanager
-async def supervised(path: Path, count: int = 2, attempts: int = 3) -> AsyncIterator[tuple[Pool, Supervisor, Makers]]:
+async def supervised(
+    path: Path, count: int = 2, attempts: int = 3, keep_weights: bool = False
+) -> AsyncIterator[tuple[Pool, Supervisor, Makers]]:
     settings = tiny_settings(path, replicas=count)
     replicas: list[Replica] = [LocalReplica(Worker(settings, str(path), f"w{i}"), f"w{i}") for i in range(count)]
-    pool = Pool(replicas, settings, "tiny", None)
+    pool = Pool(replicas, settings, "tiny", None, keep_weights=keep_weights)
     await pool.start()
     makers = Makers(path)
     supervisor = Supervisor(pool, makers, RestartLimits(60.0, attempts))
@@ -132,6 +137,57 @@ async def test_a_pause_holds_for_one_that_comes_back(tiny_qwen3_path: Path) -> N
         assert made._worker._thread._paused
         await pool.resume()
         assert not made._worker._thread._paused
+
+
+async def test_with_no_donor_left_it_gets_what_was_sent(tiny_qwen3_path: Path) -> None:
+    """The last update is kept: what came before it, or was withdrawn after it, is not."""
+    async with supervised(tiny_qwen3_path, count=1, keep_weights=True) as (pool, supervisor, _):
+        assert pool.kept_weights is None
+        await update(pool, version_path(tiny_qwen3_path, 2), 1)
+        state = await update(pool, version_path(tiny_qwen3_path, 1), 2)
+        after = await answer(pool)
+        with pytest.raises(WeightUpdateError, match="does not exceed"):
+            await update(pool, tiny_qwen3_path, 2)
+        for life in (1, 2):
+            pool.router.fence("w0", ReplicaUnavailable("killed"))
+            await soon(back(pool, "w0"))
+            assert await answer(pool) == after
+            (replica,) = (await pool.info()).replicas
+            assert (replica.weights, supervisor.standings()[0].restarts) == (state, life)
+
+
+@pytest.mark.parametrize("fault", ["another digest", "a bucket less", "the sender's process has ended"])
+async def test_what_was_kept_is_proven_again(
+    tiny_qwen3_path: Path, fault: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control of the test before: a kept set that is not what was served lets nobody serve."""
+    async with supervised(tiny_qwen3_path, count=1, attempts=1, keep_weights=True) as (pool, supervisor, _):
+        await update(pool, version_path(tiny_qwen3_path, 1), 1)
+        kept = pool.kept_weights
+        assert kept is not None
+        if fault == "another digest":
+            broken = replace(kept, update=replace(kept.update, digest="ab" * 32))
+        elif fault == "a bucket less":
+            broken = replace(kept, buckets=kept.buckets[:-1])
+        else:
+            broken = replace(kept, buckets=(SentBucket("raise_ray_error", None),))
+            original = LocalReplica.call
+
+            async def call(self: LocalReplica, method: str, *args: Any) -> Any:
+                if method == "raise_ray_error":
+                    raise OwnerDiedError("00" * 28, None, "")
+                return await original(self, method, *args)
+
+            monkeypatch.setattr(LocalReplica, "call", call)
+        pool._kept = broken
+        pool.router.fence("w0", ReplicaUnavailable("killed"))
+        while supervisor._revivals:
+            await asyncio.sleep(0.01)
+        (standing,) = supervisor.standings()
+        assert not standing.serving
+        words = {"another digest": "root digest", "a bucket less": "missing"}.get(fault, "send the weights again")
+        assert words in standing.reason
+        assert "is back" not in caplog.text
 
 
 async def test_with_no_donor_left_it_waits_for_weights(tiny_qwen3_path: Path) -> None:

@@ -27,7 +27,10 @@ class FakeRouter:
         self.buckets: list[int] = []
         self._fail_at = fail_at
 
-    async def all_shared(self, method: str, bucket: list[TensorChunk]) -> None:
+    async def share(self, bucket: list[TensorChunk]) -> list[TensorChunk]:
+        return bucket
+
+    async def all(self, method: str, bucket: list[TensorChunk]) -> None:
         assert method == "stage_chunks"
         for _ in range(5):
             await asyncio.sleep(0)
