@@ -137,8 +137,8 @@ class Engine:
         check_room(request.begun, min(wanted, room))
         return dataclasses.replace(request, sampling=dataclasses.replace(sampling, max_tokens=min(wanted, room)))
 
-    def add(self, request: SampleRequest) -> None:
-        """Queue a sample whose request came through ``effective_request``."""
+    def add(self, request: SampleRequest) -> SampleEvent | None:
+        """Queue a sample whose request came through ``effective_request``; its end, where what was begun is whole."""
         self._check_new(request.sample_id)
         sampling = request.sampling
         assert sampling.max_tokens is not None and sampling.seed is not None
@@ -166,8 +166,12 @@ class Engine:
         )
         if request.prompt_logprobs and prompt > 1:
             sequence.given = GivenScores(1, prompt - 1, digests=request.row_digests, top=request.top_logprobs)
+        sequence.finish = sequence.end_of_begun()
+        if sequence.finish is not None:
+            return SampleEvent(request.sample_id, summary=self._summary(sequence))
         self.scheduler.add(sequence)
         self._live[sequence.sample_id] = sequence
+        return None
 
     def add_score(
         self,
@@ -338,9 +342,7 @@ class Engine:
             row_digests=None if digest is None else np.array([digest], np.uint64),
             top=top,
         )
-        sequence.finish = sequence.stopper.push(token_id)
-        if sequence.finish is None and len(sequence.token_ids) >= sequence.max_len:
-            sequence.finish = FinishDetail(FinishReason.LENGTH, limit=sequence.limit)
+        sequence.finish = sequence.stopper.push(token_id) or sequence.end_by_length()
         summary = self._retire(sequence) if sequence.finish is not None else None
         return SampleEvent(sequence.sample_id, chunk, summary)
 
@@ -354,6 +356,9 @@ class Engine:
             self.activation_log.add(digests_of_store(sequence.sample_id, known, self.store, sequence.pages))
         self.scheduler.remove(sequence, spoiled=spoiled)
         del self._live[sequence.sample_id]
+        return self._summary(sequence)
+
+    def _summary(self, sequence: Sequence) -> SampleSummary | None:
         if sequence.request is None or sequence.finish is None:
             return None
         return SampleSummary(

@@ -23,6 +23,13 @@ class SampleSpans:
             if request.trace:
                 self._live[request.sample_id] = start("zerodrift/sample", request.trace, self._attributes(request))
 
+    def forget(self, requests: Iterable[SampleRequest]) -> None:
+        """Close the spans of samples that were refused."""
+        for request in requests:
+            if (span := self._live.pop(request.sample_id, None)) is not None:
+                span.set_attribute("zerodrift.finish", "refused")
+                span.end()
+
     def _attributes(self, request: SampleRequest) -> Attributes:
         return {"zerodrift.worker": self._worker, "zerodrift.sample_index": request.sample_index}
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from rollout.errors import InvalidRequest
 from rollout.given_scores import GivenScores
 from rollout.placement import TEXT, Placement
 from rollout.prefix_cache import CachedPage
 from rollout.stopping import Stopper
-from rollout.types import FinishDetail, SampleRequest, ScoreSequence, VersionSpan
+from rollout.types import FinishDetail, FinishReason, SampleRequest, ScoreSequence, VersionSpan
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +69,28 @@ class Sequence:
     """where its images are"""
     stopper: Stopper | None = None
     finish: FinishDetail | None = None
+
+    def end_by_length(self) -> FinishDetail | None:
+        """Set once it is as long as it may get."""
+        full = len(self.token_ids) >= self.max_len
+        return FinishDetail(FinishReason.LENGTH, limit=self.limit) if full else None
+
+    def end_of_begun(self) -> FinishDetail | None:
+        """How a sample ended whose tokens were all delivered and whose end was not; None where some are left to draw.
+
+        Raises:
+            InvalidRequest: it is asked for the prompt's log-probs, which such a sample has no step for.
+        """
+        if self.request is None or not self.request.begun.token_ids:
+            return None
+        assert self.stopper is not None
+        end = self.stopper.ended or self.end_by_length()
+        if end is not None and self.given is not None:
+            raise InvalidRequest(
+                "resume.tokens is a whole sample: nothing is computed for it, so no log-probs of its prompt; ask Score",
+                field="prompt_logprobs",
+            )
+        return end
 
     @property
     def num_generated(self) -> int:

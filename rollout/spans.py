@@ -19,7 +19,7 @@ class BegunSample:
     """The part of a sample that has been delivered."""
 
     token_ids: tuple[int, ...]
-    """[l], none of which ended the sample"""
+    """[l]; at most the last one ended the sample, whose end alone was not delivered"""
     spans: tuple[VersionSpan, ...]
     """covering [0, l) in order"""
 

@@ -20,12 +20,16 @@ class Stopper:
         self._longest = max((len(s) for s in sampling.stop), default=0)
         self._stream = tokenizer.stream() if tokenizer is not None and sampling.stop else None
         self._tail = ""
+        self.ended: FinishDetail | None = None
+        """set where the last begun token ended the sample"""
         for index, token in enumerate(request.begun.token_ids):
-            if self.push(token) is not None:
+            if self.ended is not None:
                 raise InvalidRequest(
-                    f"resume.tokens[{index}] = {token} ended the sample: there is nothing to go on with",
+                    f"resume.tokens[{index - 1}] = {request.begun.token_ids[index - 1]} ended the sample, and "
+                    f"{len(request.begun.token_ids) - index} tokens follow it; send the tokens as they were delivered",
                     field="resume.tokens",
                 )
+            self.ended = self.push(token)
 
     def push(self, token_id: int) -> FinishDetail | None:
         """Take the newest token; a FinishDetail when the sample ends with it."""
@@ -44,9 +48,10 @@ class Stopper:
 
 
 def check_room(begun: BegunSample, max_tokens: int) -> None:
-    """InvalidRequest where a begun sample is already as long as it may get."""
-    if begun.token_ids and len(begun.token_ids) >= max_tokens:
+    """InvalidRequest where a begun sample is longer than it may get. One that is just as long has ended."""
+    if len(begun.token_ids) > max_tokens:
         raise InvalidRequest(
-            f"the sample to resume has {len(begun.token_ids)} tokens and may have {max_tokens}: it has ended",
+            f"the sample to resume has {len(begun.token_ids)} tokens and may have {max_tokens}; send the tokens and "
+            "max_tokens of the first request",
             field="resume.tokens",
         )

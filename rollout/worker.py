@@ -205,8 +205,13 @@ class Worker:
 
     async def submit(self, requests: list[SampleRequest]) -> None:
         """Queue samples, all or none."""
-        await self._do(lambda: self._add_all([lambda r=r: self._engine.add(r) for r in requests], requests))
+        # First: a sample may end before this call goes on.
         self._spans.begin(requests)
+        try:
+            await self._do(lambda: self._add_all([lambda r=r: self._engine.add(r) for r in requests], requests))
+        except BaseException:
+            self._spans.forget(requests)
+            raise
 
     async def submit_scores(self, ids: list[str], sequences: list[ScoreSequence], options: ScoreOptions) -> None:
         """Queue sequences to score, all or none."""
@@ -226,14 +231,18 @@ class Worker:
 
     def _add_all(self, adds: list[Any], what: list[Any]) -> None:
         added: list[str] = []
+        ends: list[Event] = []
         try:
             for add, item in zip(adds, what, strict=True):
-                add()
-                added.append(item if isinstance(item, str) else item.sample_id)
+                if (end := add()) is not None:
+                    ends.append(end)
+                else:
+                    added.append(item if isinstance(item, str) else item.sample_id)
         except RolloutError:
             for sample_id in added:
                 self._engine.abort(sample_id, "a sibling was refused")
             raise
+        self._thread.outbox.put(ends)
 
     async def abort(self, sample_ids: list[str], message: str) -> int:
         """End live samples; unknown ids are ones that just ended, and are skipped. Returns how many were live."""

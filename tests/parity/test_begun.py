@@ -78,13 +78,44 @@ def test_it_goes_on_under_newer_weights_with_its_spans(tiny_qwen3_path: Path) ->
     assert events[-1].summary.spans == (VersionSpan(3, 0, 5), VersionSpan(7, 5, 12))  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("by", ["length", "a stop id"])
+def test_a_whole_sample_gets_its_end_and_nothing_is_computed(tiny_qwen3_path: Path, by: str) -> None:
+    """The stream broke between the last token and the end: the same end comes, with no token drawn or lost."""
+    model = shared_model(tiny_qwen3_path, torch.float32)
+    request = sample(random_prompt(5, 1), max_tokens=6)
+    if by == "a stop id":
+        stop = (isolated(model, request).token_ids[3],)
+        request = replace(request, sampling=replace(request.sampling, stop_token_ids=stop))
+    whole = isolated(model, request)
+    count = len(whole.token_ids)
+    assert (count < 6) is (by == "a stop id"), "control: it ends where it should"
+    engine = build_engine(model)
+    event = engine.add(engine.effective_request(replace(request, begun=begun(whole, count))))
+    assert event is not None and event.chunk is None and event.summary is not None
+    calm = whole.summary
+    assert calm is not None
+    assert (event.summary.finish, event.summary.num_tokens, event.summary.text) == (
+        calm.finish,
+        calm.num_tokens,
+        calm.text,
+    )
+    assert not engine.live_ids and engine.pages.num_free == engine.pages.num_pages
+    with pytest.raises(InvalidRequest, match="ask Score"):
+        engine.add(engine.effective_request(replace(request, begun=begun(whole, count), prompt_logprobs=True)))
+    # Control: one token less is drawn again.
+    if count > 1:
+        assert engine.add(engine.effective_request(replace(request, begun=begun(whole, count - 1)))) is None
+
+
 def test_beginnings_that_cannot_be(tiny_qwen3_path: Path) -> None:
     model = shared_model(tiny_qwen3_path, torch.float32)
     engine = build_engine(model)
     request = sample(random_prompt(5, 1), max_tokens=4)
     whole = run(engine, [request])[request.sample_id]
-    with pytest.raises(InvalidRequest, match="it has ended"):
-        engine.effective_request(replace(request, begun=begun(whole, 4)))
+    with pytest.raises(InvalidRequest, match="has 5 tokens and may have 4"):
+        longer = begun(whole, 4)
+        longer = BegunSample((*longer.token_ids, 3), (VersionSpan(0, 0, 5),))
+        engine.effective_request(replace(request, begun=longer))
     with pytest.raises(InvalidRequest, match=r"resume\.tokens\[0\] = 64"):
         engine.effective_request(replace(request, begun=BegunSample((64,), (VersionSpan(0, 0, 1),))))
     stop = replace(request.sampling, stop_token_ids=(whole.token_ids[1],))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,15 @@ from rollout.codec import GenerateEvent
 from rollout.errors import InvalidRequest, ReplicaUnavailable, RequestAborted, WeightsMoved
 from rollout.serving import Service
 from rollout.spans import BegunSample
-from rollout.types import Completion, GenerateRequest, PromptChunk, TokenChunk, UpdatePolicy, VersionSpan
+from rollout.types import (
+    Completion,
+    GenerateRequest,
+    PromptChunk,
+    SampleSummary,
+    TokenChunk,
+    UpdatePolicy,
+    VersionSpan,
+)
 from tests.e2e.chaos.proxy import Proxy
 from tests.services import (
     PROMPT,
@@ -142,6 +150,30 @@ async def _tokens(client: AsyncRolloutClient, request: GenerateRequest) -> list[
     return [t for e in [e async for e in client.events(request)] if isinstance(e, TokenChunk) for t in e.token_ids]
 
 
+async def test_only_the_end_was_lost(tiny_qwen3_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream breaks between the last token and the sample's end: the rest is that end, and the answer is whole."""
+    async with tiny_service(tiny_qwen3_path) as (_, client):
+        request = GenerateRequest("", PROMPT, sampling(max_tokens=9), row_digests=True)
+        calm = await generate_resumed(client, request)
+        events, broken = client.events, []
+
+        async def cut(one: GenerateRequest) -> AsyncIterator[GenerateEvent]:
+            async with aclosing(events(one)) as stream:
+                async for event in stream:
+                    if isinstance(event, SampleSummary) and not broken:
+                        broken.append(event)
+                        raise ReplicaUnavailable("the stream broke")
+                    yield event
+
+        monkeypatch.setattr(client, "events", cut)
+        seen: list[GenerateEvent] = []
+        again = await generate_resumed(client, request, on_event=seen.append)
+        assert len(broken) == 1 and bits(again) == bits(calm)
+        assert [s.finish for s in again.samples] == [s.finish for s in calm.samples]
+        assert sum(len(e.token_ids) for e in seen if isinstance(e, TokenChunk)) == 9
+        await assert_idle(client)
+
+
 async def test_weights_that_are_gone(tiny_qwen3_path: Path) -> None:
     async with tiny_service(tiny_qwen3_path) as (_, client):
         begun = BegunSample((5,), (VersionSpan(0, 0, 1),))
@@ -164,7 +196,7 @@ async def test_weights_that_are_gone(tiny_qwen3_path: Path) -> None:
         ({"resume": BegunSample((5, 6), (VersionSpan(0, 0, 1), VersionSpan(0, 0, 2)))}, "do not cover"),
         ({"resume": BegunSample((5, 6), (VersionSpan(-3, 0, 2),))}, "do not cover"),
         ({"resume": BegunSample((), (VersionSpan(0, 0, 1),))}, "do not cover"),
-        ({"resume": BegunSample((5,) * 40, (VersionSpan(0, 0, 40),))}, "has ended"),
+        ({"resume": BegunSample((5,) * 41, (VersionSpan(0, 0, 41),))}, "and may have"),
         ({"resume": BegunSample((64,), (VersionSpan(0, 0, 1),))}, r"resume\.tokens"),
     ],
 )
