@@ -38,6 +38,7 @@ from rollout.slot import LiveSample
 from rollout.spans import NOT_BEGUN
 from rollout.stream_buffer import StreamBuffers
 from rollout.tracing import traceparent
+from rollout.temperature import checked_temperature
 from rollout.types import (
     Completion,
     EngineStats,
@@ -257,7 +258,7 @@ class Pool(Backend):
         return ScoreResult(
             request_id=request.request_id,
             scores=tuple(scores),
-            temperature=float(np.float32(request.temperature)),
+            temperature=checked_temperature(request.temperature, "temperature"),
             mode=LogprobMode.GREEDY_T1 if request.temperature == 0 else LogprobMode.TEMPERED,
             weight_version=version,
             manifest_digest=self.manifest_digest,
