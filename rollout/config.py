@@ -208,6 +208,20 @@ class Settings(_Section):
     log: LogSettings = LogSettings()
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """PyYAML keeps the last of two equal keys, so a section written twice would lose its first half."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value!r} stands here a second time; put both into one", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 @dataclass(frozen=True, slots=True)
 class ResolvedSetting:
     """One leaf of the settings and where its value came from."""
@@ -268,7 +282,7 @@ def _from_file(path: Path | None) -> dict[str, _Given]:
     if path is None:
         return {}
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)  # a SafeLoader
     except OSError as error:
         raise ConfigError(
             f"settings file {path} cannot be read ({error.strerror}); `zerodrift config show` prints the defaults"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -11,15 +12,36 @@ from rollout.errors import NotFound
 
 
 class TextStream:
-    """Incremental decoder of one sample; a piece is empty while its bytes are incomplete."""
+    """Incremental decoder of one sample; a piece is empty while its bytes are incomplete. Never fails."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=False)
+        self._last: int | None = None
 
     def push(self, token_id: int) -> str:
         """Text that the next id completes; "" while its last character is still open."""
-        return self._stream.step(self._tokenizer, token_id) or ""
+        last, self._last = self._last, token_id
+        try:
+            return self._stream.step(self._tokenizer, token_id) or ""
+        except Exception:
+            # A run of byte tokens is decoded as a whole, so a byte that is no UTF-8 turns the text of those before it,
+            # passed on already, into replacement characters; the library then refuses to go on. What this id adds
+            # stands behind such a character, so no stop string is found across it.
+            return "\ufffd" + self._restarted(last, token_id)
+
+    def _restarted(self, last: int | None, token_id: int) -> str:
+        self._stream = DecodeStream(skip_special_tokens=False)
+        if last is None:
+            return ""
+        # The id before it keeps a leading space, which decoders strip from the first id of a text.
+        with contextlib.suppress(Exception):
+            self._stream.step(self._tokenizer, last)
+        try:
+            return self._stream.step(self._tokenizer, token_id) or ""
+        except Exception:
+            self._stream = DecodeStream(skip_special_tokens=False)
+            return ""
 
 
 class Detokenizer:

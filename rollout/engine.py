@@ -384,7 +384,8 @@ class Engine:
         text = self._tokenizer.decode(sequence.token_ids[sequence.prompt_len :])
         stop = sequence.finish.stop_string if sequence.finish is not None else None
         if stop is not None and not sequence.request.sampling.include_stop:
-            return text[: text.find(stop)]
+            # Bytes decoded together may read otherwise: a stop string that is not in the whole text cuts nothing.
+            return text.partition(stop)[0]
         return text
 
     # ---- checks -------------------------------------------------------------------------------------------------

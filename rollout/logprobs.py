@@ -11,14 +11,15 @@ import hashlib
 import numpy as np
 import torch
 
+from rollout.temperature import checked_temperature
 from rollout.types import Float32Array, TopLogprobs, UInt64Array
 
 DIGEST_BYTES = 8
 
 
 def effective_temperature(temperature: float) -> float:
-    """The float32 value that divides the logits: T rounded once; 1 for greedy."""
-    return float(np.float32(temperature)) if temperature != 0.0 else 1.0
+    """The float32 value that divides the logits: T rounded once; 1 for greedy. Errors: ``checked_temperature``'s."""
+    return checked_temperature(temperature, "temperature") or 1.0
 
 
 def policy_logprob_rows(logits: torch.Tensor, temperatures: torch.Tensor, vocab_size: int) -> torch.Tensor:

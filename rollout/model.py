@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,18 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
-from transformers.utils import logging as transformers_logging
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
 from rollout.attention import AttentionStep, register_interface
-from rollout.errors import InvalidRequest, NotFound, UnsupportedFeature
+from rollout.checkpoint import eos_token_ids, load_checkpoint, read_config
+from rollout.errors import InvalidRequest, UnsupportedFeature
 from rollout.kernels.base import KernelSet
 from rollout.multimodal import ARCHITECTURES as MULTIMODAL
 from rollout.multimodal import VisionPart, VisualRows, check_inputs, is_multimodal
@@ -30,6 +22,8 @@ ARCHITECTURES = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCaus
 """Proven bit-equal between decode, prefill and training by tests/parity."""
 ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 """The others rescale by the longest position in the call, so a stranger in the batch would change your rotation."""
+ACTIVATIONS = frozenset({"silu", "swish"})
+"""Two names of one function, the only one that the fused forward of the rollout has."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -87,15 +81,15 @@ def check_supported(config: PretrainedConfig, kernels: KernelSet, dtype: torch.d
     config = config.get_text_config()
     for feature, field in required_features(config):
         kernels.require(feature, f"model {name} (config field {field})")
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = str(rope.get("rope_type", rope.get("type", "default")))
-    if kind not in ROPE_TYPES:
-        raise UnsupportedFeature(
-            f"rotary embedding type {kind!r} depends on the other sequences of a call; supported: {sorted(ROPE_TYPES)}"
-        )
     if name not in ARCHITECTURES:
         raise UnsupportedFeature(
             f"architecture {name} is not proven bit-equal here; supported: {sorted(ARCHITECTURES)}"
+        )
+    _check_rope(config)
+    activation = str(getattr(config, "hidden_act", "silu"))
+    if activation not in ACTIVATIONS:
+        raise UnsupportedFeature(
+            f"hidden_act {activation!r} of {name} is not proven bit-equal here; supported: {sorted(ACTIVATIONS)}"
         )
     if dtype not in kernels.capabilities.dtypes:
         raise UnsupportedFeature(f"kernel set {kernels.name!r} does not support dtype {dtype}")
@@ -106,19 +100,34 @@ def check_supported(config: PretrainedConfig, kernels: KernelSet, dtype: torch.d
         )
 
 
+def _check_rope(config: PretrainedConfig) -> None:
+    """Every rotary option is honoured or refused: transformers passes over those that it does not know."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
+    if kind not in ROPE_TYPES:
+        raise UnsupportedFeature(
+            f"rotary embedding type {kind!r} depends on the other sequences of a call; supported: {sorted(ROPE_TYPES)}"
+        )
+    by_layer = sorted(key for key, value in rope.items() if isinstance(value, Mapping))
+    if by_layer:
+        raise UnsupportedFeature(
+            f"rope_parameters for kinds of layers ({', '.join(by_layer)}) would be ignored by this architecture; give "
+            "one set for all layers"
+        )
+    if kind == "default" and float(rope.get("factor") or 1.0) != 1.0:
+        raise UnsupportedFeature(
+            f"rope_parameters have factor {rope['factor']} and no rope_type, so the factor would be ignored; add "
+            f"rope_type, one of {sorted(ROPE_TYPES - {'default'})}, or remove the factor"
+        )
+    part = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+    if part is not None and float(part) != 1.0:
+        raise UnsupportedFeature(
+            f"partial_rotary_factor {part} would be ignored by this architecture, which rotates whole heads; remove it"
+        )
+
+
 def _head_dim(config: PretrainedConfig) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def _eos_ids(configs: tuple[PretrainedConfig, ...], folder: Path) -> tuple[int, ...]:
-    """EOS ids of config.json and generation_config.json; no sampling default is ever read from the latter."""
-    found: list[int] = []
-    sources: list[Any] = [getattr(config, "eos_token_id", None) for config in configs]
-    if (folder / "generation_config.json").exists():
-        sources.append(GenerationConfig.from_pretrained(folder).eos_token_id)
-    for ids in sources:
-        found += ids if isinstance(ids, list) else [] if ids is None else [ids]
-    return tuple(dict.fromkeys(int(i) for i in found))
 
 
 class SharedModel:
@@ -188,18 +197,6 @@ class SharedModel:
         return self.hf.named_parameters()
 
 
-@contextlib.contextmanager
-def _quiet_loading() -> Iterator[None]:
-    """No progress bar of transformers: it would tear the output of whoever loads."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
-
-
 def load_model(
     path: str | Path,
     *,
@@ -219,20 +216,19 @@ def load_model(
 
     Raises:
         NotFound: no such folder. UnsupportedFeature: see ``check_supported``. InvalidRequest: context too long.
+        ConfigError: files that cannot be read, or weights that are not whole; see ``rollout.checkpoint``.
     """
     folder = Path(path)
-    if not (folder / "config.json").exists():
-        raise NotFound(f"{folder} has no config.json; give a Hugging Face checkpoint folder or a known model name")
-    config = AutoConfig.from_pretrained(folder)
+    config = read_config(folder)
     check_supported(config, kernels, dtype)
     multimodal = is_multimodal(config)
     text = config.get_text_config()
     longest = int(text.max_position_embeddings)
     if context_length is not None and not 2 <= context_length <= longest:
         raise InvalidRequest(f"context_length {context_length} is outside [2, {longest}]", field="model.context_length")
-    with _quiet_loading():
-        loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
-        hf = loader.from_pretrained(folder, dtype=dtype, attn_implementation=register_interface())
+    eos = eos_token_ids((config, text), folder, int(text.vocab_size))
+    loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    hf = load_checkpoint(loader, folder, dtype, register_interface())
     hf.eval()
     hf.requires_grad_(trainable)
     module: torch.nn.Module = hf
@@ -245,7 +241,7 @@ def load_model(
         num_layers=int(text.num_hidden_layers),
         num_kv_heads=int(text.num_key_value_heads),
         head_dim=_head_dim(text),
-        eos_token_ids=_eos_ids((config, text), folder),
+        eos_token_ids=eos,
         dtype=dtype,
         tied=bool(config.tie_word_embeddings),
     )

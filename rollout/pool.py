@@ -15,8 +15,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import numpy as np
-
 from rollout.backend import Backend
 from rollout.config import Settings
 from rollout.detokenize import Detokenizer
@@ -38,6 +36,7 @@ from rollout.sampling import draw_seed
 from rollout.slot import LiveSample
 from rollout.spans import NOT_BEGUN
 from rollout.stream_buffer import StreamBuffers
+from rollout.temperature import checked_temperature
 from rollout.tracing import traceparent
 from rollout.types import (
     Completion,
@@ -281,7 +280,7 @@ class Pool(Backend):
         return ScoreResult(
             request_id=request.request_id,
             scores=tuple(scores),
-            temperature=float(np.float32(request.temperature)),
+            temperature=checked_temperature(request.temperature, "temperature"),
             mode=LogprobMode.GREEDY_T1 if request.temperature == 0 else LogprobMode.TEMPERED,
             weight_version=version,
             manifest_digest=self.manifest_digest,

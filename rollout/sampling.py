@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.errors import InvalidRequest
+from rollout.temperature import checked_temperature
 from rollout.types import Float32Array, SamplingParams
 
 MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -26,7 +27,6 @@ HASH_MAX = 4294967295.0
 LOG_CEILING = -(2.0**-32)
 """log(hash / HASH_MAX) is clamped below this, so the noise stays finite: at most -log(2**-32) = 22.18."""
 LOG_FLOOR = -1.7976931348623157e308
-LEAST_TEMPERATURE = float(np.float32(1e-6))
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_ID = 2**31 - 1
@@ -69,12 +69,7 @@ def validate_sampling(params: SamplingParams, *, vocab_size: int | None = None) 
     def refuse(name: str, value: object, allowed: str) -> InvalidRequest:
         return InvalidRequest(f"{name} = {value!r} is outside {allowed}", field=f"sampling.{name}")
 
-    temperature = _number(params.temperature, "temperature")
-    if temperature < 0 or temperature > float(np.finfo(np.float32).max):
-        raise refuse("temperature", params.temperature, "[0, 3.4e38]; 0 is greedy")
-    rounded = float(np.float32(temperature))
-    if temperature > 0 and rounded < LEAST_TEMPERATURE:
-        raise refuse("temperature", params.temperature, "{0} or [1e-6, 3.4e38]; use 0 for greedy")
+    temperature = checked_temperature(params.temperature, "sampling.temperature")
     top_k = _whole(params.top_k, "top_k")
     if top_k < -1 or top_k > MAX_ID:
         raise refuse("top_k", top_k, f"[-1, {MAX_ID}]; 0 or -1 is off")
@@ -94,7 +89,7 @@ def validate_sampling(params: SamplingParams, *, vocab_size: int | None = None) 
         raise InvalidRequest("barred_token_ids bars every token", field="sampling.barred_token_ids")
     return dataclasses.replace(
         params,
-        temperature=rounded,
+        temperature=temperature,
         top_k=max(top_k, 0),
         top_p=top_p,
         min_p=min_p,

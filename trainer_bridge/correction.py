@@ -14,7 +14,7 @@ import torch
 from rollout.errors import InvalidRequest
 from trainer_bridge.correction_config import CorrectionConfig
 from trainer_bridge.importance import importance_weights
-from trainer_bridge.masked import masked_log_ratio
+from trainer_bridge.masked import check_logprobs, masked_log_ratio
 from trainer_bridge.offpolicy import offpolicy_metrics
 from trainer_bridge.rejection import rejection_mask
 
@@ -47,9 +47,12 @@ def correct(
         drop_empty: leave rows without a token out of the diagnostics; False does as verl does.
 
     Raises:
-        InvalidRequest: shapes that differ, or no token at all.
+        InvalidRequest: shapes that differ, log-probs narrower than float32 or not finite at mask 1, a mask other than
+            0 and 1, or no token at all.
     """
     log_ratio = masked_log_ratio(trainer.detach(), rollout.detach(), mask)
+    check_logprobs(trainer, "trainer", mask)
+    check_logprobs(rollout, "rollout", mask)
     if not bool(mask.bool().any()):
         raise InvalidRequest("no token has mask 1: there is nothing to correct; skip the batch", field="mask")
     mask = mask.long() if mask.dtype == torch.bool else mask

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.errors import InvalidRequest
+from rollout.temperature import checked_temperature
 from rollout.types import FinishReason, Float32Array, LogprobMode, SamplingParams, TopLogprobs, VersionSpan
 from trainer_bridge.rollout_record import RolloutRecord
 from trainer_bridge.wire.result import PromptScore
@@ -18,6 +18,8 @@ FORMAT = "zerodrift.rollout/2"
 FORMAT_1 = "zerodrift.rollout/1"
 """Without ``top`` and ``prompt_score``; read, not written."""
 
+MOST_LOGPROB = 0.125
+"""Rounding in bfloat16 may pass 0, by a step of its logits."""
 MINIMAL_KEYS = frozenset({"prompt_ids", "token_ids", "logprobs", "temperature"})
 KEYS = frozenset(
     {
@@ -162,6 +164,13 @@ class LineReader:
         """Another engine's line: what it does not say stays None."""
         self.require_keys(value, MINIMAL_KEYS, "minimal line (a full line carries 'format')")
         logprobs = self.decimals(value, "logprobs")
+        above = np.flatnonzero(logprobs > MOST_LOGPROB)
+        if above.size:
+            self.fail(
+                "logprobs",
+                f"item {int(above[0])} is {logprobs[above[0]]}, a log-prob is at most 0 ({above.size} such); these look "
+                "like probabilities or negated log-probs",
+            )
         return RolloutRecord(
             request_id=f"line-{self.number}",
             sample_index=0,
@@ -202,12 +211,15 @@ class LineReader:
         return found.astype(np.bool_)
 
     def temperature(self, value: Mapping[str, Any], *, optional: bool) -> float | None:
-        """Finite number >= 0."""
+        """A temperature as it may be sampled at; see ``checked_temperature``."""
         found = value["temperature"]
         if found is None and optional:
             return None
-        if isinstance(found, bool) or not isinstance(found, int | float) or not 0.0 <= found < math.inf:
-            self.fail("temperature", f"is {found!r:.60}, must be a finite number >= 0{' or null' if optional else ''}")
+        try:
+            checked_temperature(found, "temperature")
+        except InvalidRequest as error:
+            wanted = f"must be a finite number >= 0{' or null' if optional else ''}"
+            self.fail("temperature", f"is {str(found)[:40]!r}, {wanted}: {error.message}")
         return float(found)
 
     def name(self, value: Mapping[str, Any], key: str, names: Sequence[str]) -> str:
@@ -247,11 +259,17 @@ class LineReader:
             if item is None:
                 numbers.append(float("nan"))
             elif type(item) in (int, float) or item in ("inf", "-inf"):
-                numbers.append(float(item))
+                numbers.append(self._as_float(item, key, i))
             else:
                 self.fail(key, f"item {i} is {item!r:.60}, must be a number, null, or an infinity as a string")
         with np.errstate(over="ignore"):
             return np.array(numbers, dtype=np.float64).astype(np.float32)
+
+    def _as_float(self, item: Any, key: str, place: int) -> float:
+        try:
+            return float(item)
+        except OverflowError:
+            self.fail(key, f"item {place} has {len(str(item))} digits, which no float64 holds")
 
     def exact_logprobs(self, value: Mapping[str, Any], key: str) -> Float32Array:
         """float32 [n] from the bits, which must agree with the decimals."""

@@ -34,6 +34,30 @@ def masked_log_ratio(trainer: torch.Tensor, rollout: torch.Tensor, mask: torch.T
     return selected(trainer, mask) - selected(rollout.to(trainer.dtype), mask)
 
 
+def check_logprobs(logprobs: torch.Tensor, side: str, mask: torch.Tensor) -> None:
+    """Refuse what would become a weight of NaN, of 0 or of twice its size without a word.
+
+    Errors: InvalidRequest for a mask other than 0 and 1, or log-probs narrower than float32 or not finite at mask 1.
+    """
+    if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
+        odd = mask[(mask != 0) & (mask != 1)][0].item()
+        raise InvalidRequest(f"mask holds {odd}; it multiplies the weights, so only 0 and 1 are defined", field="mask")
+    if logprobs.dtype not in (torch.float32, torch.float64):
+        raise InvalidRequest(
+            f"log-probs of the {side} are {logprobs.dtype}, must be float32: the ratio of two roundings is no weight; "
+            "take them before they are cast",
+            field=side,
+        )
+    bad = (mask.bool() & ~torch.isfinite(logprobs)).nonzero()
+    if len(bad):
+        row, column = bad[0].tolist()
+        raise InvalidRequest(
+            f"the log-prob of the {side} is {logprobs[row, column].item()} at row {row}, token {column}, where mask is "
+            f"1 ({len(bad)} such); set mask 0 where the model did not sample, else the side that made it is broken",
+            field=side,
+        )
+
+
 def token_ratio(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """exp(log-ratio) [B, R], 0 at mask 0. Differentiable; a real token's ratio may overflow: see ``clamped``.
 

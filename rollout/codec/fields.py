@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from rollout.errors import InvalidRequest, RolloutError
+from rollout.temperature import checked_temperature
 from rollout.v1 import rollout_pb2 as pb
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -101,9 +101,8 @@ def check_token_ids(ids: Sequence[int], field: str) -> None:
 
 
 def check_temperature(value: float, field: str) -> float:
-    """Refuse NaN, infinite and negative temperatures."""
-    if not math.isfinite(value) or value < 0:
-        raise InvalidRequest(f"{field} = {value} must be finite and >= 0 (0 = greedy)", field=field)
+    """The value as it came, after ``checked_temperature``: rounding is the backend's."""
+    checked_temperature(value, field)
     return value
 
 

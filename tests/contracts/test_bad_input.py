@@ -53,9 +53,6 @@ BAD: list[tuple[str, Any, str]] = [
     ("Generate", generate(n=0), "n"),
     ("Generate", generate(n=-2), "n"),
     ("Generate", generate(sample_index=-1), "sample_index"),
-    ("Generate", sampling(temperature=-1), "sampling.temperature"),
-    ("Generate", sampling(temperature=NAN), "sampling.temperature"),
-    ("Generate", sampling(temperature=float("inf")), "sampling.temperature"),
     ("Generate", sampling(top_p=0), "sampling.top_p"),
     ("Generate", sampling(top_p=1.1), "sampling.top_p"),
     ("Generate", sampling(top_p=NAN), "sampling.top_p"),
@@ -76,6 +73,14 @@ BAD: list[tuple[str, Any, str]] = [
     ("Score", score([1, 64]), "sequences"),
     ("Score", score([1, 2], start=0), "sequences[0].start"),
     ("Score", score([1, 2], start=2), "sequences[0].start"),
+    *(
+        (method, request, field)
+        for value in (NAN, float("inf"), -1.0, 1e39, 1e308, 1e-7, 1e-50, 5e-324)
+        for method, request, field in (
+            ("Generate", sampling(temperature=value), "sampling.temperature"),
+            ("Score", pb.ScoreRequest(sequences=score([1, 2]).sequences, temperature=value), "temperature"),
+        )
+    ),
     ("Score", odd(score([1, 2])), "99"),
     ("GetServerInfo", odd(pb.GetServerInfoRequest()), "99"),
     ("Pause", odd(pb.PauseRequest()), "99"),

@@ -128,6 +128,20 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, field: str, wo
     assert [word for word in words if word not in caught.value.message] == []
 
 
+@pytest.mark.parametrize(
+    ("text", "again"),
+    [
+        ("server:\n  port: 1\nserver:\n  host: 127.0.0.1\n", "'server'.*line 3"),
+        ("engine:\n  chunk_size: 10\n  chunk_size: 20\n", "'chunk_size'.*line 3"),
+    ],
+)
+def test_a_key_written_twice_is_refused(tmp_path: Path, text: str, again: str) -> None:
+    """YAML's reader would keep the last and lose the first."""
+    with pytest.raises(ConfigError, match=f"(?s){again}"):
+        load_settings(write(tmp_path, text))
+    load_settings(write(tmp_path, "engine:\n  chunk_size: 10\nserver:\n  port: 10\n"))
+
+
 def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"worker\.count.*; server\.port"):
         load_settings(write(tmp_path, "worker: {count: 0}\nserver: {port: -1}"))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from rollout.detokenize import Detokenizer
 from rollout.stopping import Stopper
@@ -86,3 +89,28 @@ def test_ends_at_the_first_token_whose_text_holds_a_stop_string(
     assert (found[0] if found else None) == first
     if found:
         assert found[1].stop_string in tokenizer.decode(ids[: found[0]])
+
+
+@pytest.fixture(scope="module")
+def bytewise(tmp_path_factory: pytest.TempPathFactory) -> Detokenizer:
+    return Detokenizer(small.byte_fallback(tmp_path_factory.mktemp("bytewise")))
+
+
+@given(st.lists(st.one_of(st.sampled_from([2, 3, 4]), st.integers(2, 63)), min_size=1, max_size=30))
+@settings(max_examples=300)
+def test_bytes_that_are_no_text_never_end_an_engine(bytewise: Detokenizer, ids: list[int]) -> None:
+    """With byte fallback a wrong byte rewrites the text of those before it, and the library's stream then raises."""
+    stop = "b a"
+    prefixes = (bytewise.decode(ids[:n]) for n in range(1, len(ids) + 1))
+    first = next((n for n, text in enumerate(prefixes, 1) if stop in text), None)
+    found = ending(ids, bytewise, stop=(stop,))
+    assert (found and found[0]) == first
+
+
+def test_the_library_does_refuse_such_bytes(bytewise: Detokenizer, tmp_path: Path) -> None:
+    """Control: without the restart this raises."""
+    stream = DecodeStream(skip_special_tokens=False)
+    tokenizer = Tokenizer.from_file(str(small.byte_fallback(tmp_path) / "tokenizer.json"))
+    with pytest.raises(Exception, match="Invalid prefix"):
+        [stream.step(tokenizer, i) for i in (5, 40, 3)]
+    assert ending([5, 40, 3], bytewise, stop=("b",)) == (3, FinishDetail(STOP, stop_string="b"))

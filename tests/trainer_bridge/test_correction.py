@@ -159,6 +159,31 @@ def test_j6_empty_rows_dilute_nothing_unless_verls_way_is_asked_for() -> None:
     assert diluted["training_ppl"] == pytest.approx(2.597, abs=1e-3)
 
 
+@pytest.mark.parametrize("side", ["trainer", "rollout"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_log_prob_that_is_none_is_refused_where_it_counts(side: str, value: float) -> None:
+    """It would become a weight of NaN, 0 or the cap, and train."""
+    trainer, rollout, mask = batch()
+    row, column = mask.nonzero()[1].tolist()
+    (trainer if side == "trainer" else rollout)[row, column] = value
+    with pytest.raises(InvalidRequest, match=rf"of the {side} is {value} at row {row}, token {column}.*\(1 such\)"):
+        correct(trainer, rollout, mask, CONFIGS[0])
+    mask[row, column] = 0
+    correct(trainer, rollout, mask, CONFIGS[0])
+
+
+def test_masks_and_dtypes_that_would_change_a_weight_are_refused() -> None:
+    trainer, rollout, mask = batch()
+    for odd in (2, -1):
+        with pytest.raises(InvalidRequest, match=f"mask holds {odd}"):
+            correct(trainer, rollout, mask * odd, CONFIGS[0])
+    with pytest.raises(InvalidRequest, match="mask holds 0.5"):
+        correct(trainer, rollout, mask * 0.5, CONFIGS[0])
+    for narrow in (torch.bfloat16, torch.float16, torch.int64):
+        with pytest.raises(InvalidRequest, match=f"of the rollout are {narrow}"):
+            correct(trainer, rollout.to(narrow), mask, CONFIGS[0])
+
+
 def test_no_token_is_refused_and_no_data_is_nan() -> None:
     trainer, rollout, mask = batch()
     with pytest.raises(InvalidRequest, match="no token has mask 1"):

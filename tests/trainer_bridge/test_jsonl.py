@@ -226,3 +226,29 @@ def test_a_minimal_line_takes_no_other_keys(extra: str) -> None:
 def test_a_minimal_line_must_state_its_temperature() -> None:
     with pytest.raises(InvalidRequest, match="key 'temperature'"):
         decode('{"prompt_ids":[1],"token_ids":[3],"logprobs":[-1],"temperature":null}', 1)
+
+
+OTHER_ENGINE = {"prompt_ids": [1], "token_ids": [2, 3], "logprobs": [-1.0, -2.0], "temperature": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logprobs": [-(10**400), -1]}, "key 'logprobs': item 0 has 402 digits"),
+        ({"temperature": 10**400}, "key 'temperature'.*not a finite number"),
+        ({"temperature": 1e39}, r"key 'temperature'.*outside \[0, 3.4e38\]"),
+        ({"temperature": 1e-50}, "key 'temperature'.*use 0 for greedy"),
+        ({"temperature": True}, "key 'temperature'"),
+        ({"logprobs": [0.5, -1.0]}, "item 0 is 0.5, a log-prob is at most 0 .*probabilities or negated"),
+        ({"logprobs": [1.0, 2.0]}, r"\(2 such\)"),
+    ],
+)
+def test_numbers_of_other_engines_that_mean_nothing(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"line 7, {message}" if message.startswith("key") else message):
+        decode(json.dumps(OTHER_ENGINE | fields), 7)
+
+
+def test_rounding_above_zero_is_taken(tmp_path: Path) -> None:
+    """Control; and nothing is clamped."""
+    read = decode(json.dumps(OTHER_ENGINE | {"logprobs": [0.0625, -0.0]}), 1)
+    assert read.policy_logprobs.tolist() == [0.0625, 0.0]
