@@ -383,10 +383,8 @@ class Engine:
             return None
         text = self._tokenizer.decode(sequence.token_ids[sequence.prompt_len :])
         stop = sequence.finish.stop_string if sequence.finish is not None else None
-        if stop is not None and not sequence.request.sampling.include_stop:
-            # Bytes decoded together may read otherwise: a stop string that is not in the whole text cuts nothing.
-            return text.partition(stop)[0]
-        return text
+        # Bytes decoded together may read otherwise: a stop string that is not in the whole text cuts nothing.
+        return text.partition(stop)[0] if stop and not sequence.request.sampling.include_stop else text
 
     # ---- checks -------------------------------------------------------------------------------------------------
 
