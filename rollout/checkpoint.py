@@ -37,7 +37,7 @@ def read_config(folder: Path) -> PretrainedConfig:
         if not isinstance(fields, dict):
             raise ConfigError(f"{file} holds a {type(fields).__name__}, must be a JSON object", field="model.path")
         _check_one_theta(fields, file)
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder)
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder)
         return config
 
 
