@@ -15,8 +15,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import numpy as np
-
 from rollout.backend import Backend
 from rollout.config import Settings
 from rollout.detokenize import Detokenizer
@@ -37,8 +35,8 @@ from rollout.sampling import draw_seed
 from rollout.slot import LiveSample
 from rollout.spans import NOT_BEGUN
 from rollout.stream_buffer import StreamBuffers
-from rollout.tracing import traceparent
 from rollout.temperature import checked_temperature
+from rollout.tracing import traceparent
 from rollout.types import (
     Completion,
     EngineStats,

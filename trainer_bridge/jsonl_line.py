@@ -168,8 +168,8 @@ class LineReader:
         if above.size:
             self.fail(
                 "logprobs",
-                f"item {int(above[0])} is {logprobs[above[0]]}, a log-prob is at most 0 ({above.size} such); these look "
-                "like probabilities or negated log-probs",
+                f"item {int(above[0])} is {logprobs[above[0]]}, a log-prob is at most 0 ({above.size} such); these "
+                "look like probabilities or negated log-probs",
             )
         return RolloutRecord(
             request_id=f"line-{self.number}",

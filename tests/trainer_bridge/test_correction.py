@@ -177,7 +177,7 @@ def test_masks_and_dtypes_that_would_change_a_weight_are_refused() -> None:
     for odd in (2, -1):
         with pytest.raises(InvalidRequest, match=f"mask holds {odd}"):
             correct(trainer, rollout, mask * odd, CONFIGS[0])
-    with pytest.raises(InvalidRequest, match="mask holds 0.5"):
+    with pytest.raises(InvalidRequest, match=r"mask holds 0\.5"):
         correct(trainer, rollout, mask * 0.5, CONFIGS[0])
     for narrow in (torch.bfloat16, torch.float16, torch.int64):
         with pytest.raises(InvalidRequest, match=f"of the rollout are {narrow}"):
