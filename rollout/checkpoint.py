@@ -37,7 +37,8 @@ def read_config(folder: Path) -> PretrainedConfig:
         if not isinstance(fields, dict):
             raise ConfigError(f"{file} holds a {type(fields).__name__}, must be a JSON object", field="model.path")
         _check_one_theta(fields, file)
-        return AutoConfig.from_pretrained(folder)
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder)
+        return config
 
 
 def _check_one_theta(fields: dict[str, Any], file: Path) -> None:
