@@ -76,7 +76,7 @@ class EngineSettings(_Section):
     max_waiting_per_client: int | None = Field(
         None, ge=1, description="Most samples of one client that wait; null: all but an eighth of max_waiting."
     )
-    threads: int = Field(1, ge=1, description="CPU threads of one engine.")
+    threads: int = Field(1, ge=1, le=1024, description="CPU threads of one engine.")
     chunk_size: int = Field(256, ge=1, description="Most prompt tokens of one sample in one step.")
     prefix_cache: bool = Field(True, description="Whether full KV pages are shared and kept for equal prefixes.")
     activation_log: str | None = Field(

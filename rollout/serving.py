@@ -76,7 +76,8 @@ def ray_cluster(settings: Settings) -> Iterator[None]:
         # Ray runs workers at niceness 15: whoever else wakes up takes a core from an engine in the middle of a step.
         os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
-        address=address,
+        # Without an address Ray joins whatever cluster was last started on this machine, whosever it is.
+        address="local" if starting else address,
         namespace=settings.ray.namespace,
         log_to_driver=False,
         logging_level=logging.ERROR,

@@ -14,12 +14,13 @@ import torch
 from rollout.activation_log import ActivationLog
 from rollout.certify.certificate import require_certificate
 from rollout.certify.plans import take_certified_plan
-from rollout.config import Settings
+from rollout.config import EngineSettings, Settings
 from rollout.detokenize import Detokenizer
 from rollout.engine import Engine
 from rollout.engine_thread import EngineThread
-from rollout.errors import NotFound, ReplicaUnavailable, RolloutError
+from rollout.errors import ConfigError, NotFound, ReplicaUnavailable, RolloutError
 from rollout.events import Event
+from rollout.kernels.base import KVLayout
 from rollout.kernels.registry import kernels_of
 from rollout.manifest import build_manifest
 from rollout.model import DTYPES, SharedModel, load_model
@@ -88,6 +89,7 @@ def load_engine(settings: Settings, path: Path, name: str) -> tuple[Engine, dict
     file = Path(engine.certificate) if engine.certificate is not None else None
     if engine.strict:
         take_certified_plan(model, file)
+    _check_memory(model, engine)
     manifest = build_manifest(model)
     if engine.strict:
         require_certificate(manifest, path=file, threads=engine.threads)
@@ -110,6 +112,22 @@ def load_engine(settings: Settings, path: Path, name: str) -> tuple[Engine, dict
     if engine.activation_log is not None:
         made.activation_log = ActivationLog(Path(engine.activation_log.replace("{name}", name)))
     return made, manifest
+
+
+def _check_memory(model: SharedModel, engine: EngineSettings) -> None:
+    """Refuse KV that the host can never hold: it is taken whole at start, and a machine that swaps answers nobody."""
+    spec = model.spec
+    num_pages = engine.kv_cache_tokens // engine.page_size
+    layout = KVLayout(spec.num_layers, num_pages, engine.page_size, spec.num_kv_heads, spec.head_dim, spec.dtype)
+    wanted = num_pages * layout.bytes_per_page
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if model.device.type == "cpu" and wanted > total:
+        fits = total // layout.bytes_per_page * engine.page_size
+        raise ConfigError(
+            f"engine.kv_cache_tokens = {engine.kv_cache_tokens} takes {wanted:.3g} bytes, this machine has "
+            f"{total:.3g}; at most {fits} tokens fit, less the weights",
+            field="engine.kv_cache_tokens",
+        )
 
 
 def aside(function: Callable[..., T], *args: Any) -> T:

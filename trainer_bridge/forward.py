@@ -95,6 +95,19 @@ def pack(samples: Sequence[TrainingSample]) -> PackedBatch:
     )
 
 
+def _check_vocabulary(samples: Sequence[TrainingSample], vocab_size: int) -> None:
+    """Ids of another tokenizer's, or of a padded vocabulary, have no row here."""
+    for i, sample in enumerate(samples):
+        for part, ids in (("prompt", sample.prompt_ids), ("generated", sample.token_ids)):
+            bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+            if bad.size:
+                raise InvalidRequest(
+                    f"sample {i}: {part} id {int(ids[bad[0]])} at {int(bad[0])} is outside [0, {vocab_size - 1}], the "
+                    "model's vocabulary; the rollouts are another model's",
+                    field="token_ids",
+                )
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingOutput:
     """What the trainer's forward says about a batch."""
@@ -137,6 +150,7 @@ class TrainingForward:
             digests: also hash the float32 logits rows (C1).
         """
         batch = pack(samples)
+        _check_vocabulary(samples, self.model.spec.vocab_size)
         step = PackedStep(self.model.kernels, batch.cu_seqlens)
         visual = self._visual(samples)
         hidden = self.model.hidden_states(batch.input_ids, batch.positions, step, visual)[

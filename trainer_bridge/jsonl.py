@@ -35,15 +35,32 @@ __all__ = ["FORMAT", "RolloutRecord", "decode", "encode", "read_rollouts", "writ
 
 
 def write_rollouts(path: str | os.PathLike[str], records: Iterable[RolloutRecord]) -> int:
-    """Write a whole file and return the number of lines. It appears complete or not at all."""
+    """Write a whole file and return the number of lines. It appears complete or not at all.
+
+    A device or a pipe, such as /dev/stdout, is written to as it is: to put a file in its place would remove it.
+    """
     target = Path(path)
+    if target.exists() and not target.is_file():
+        return _write_lines(target, records)
+    # Behind a link, and beside the file there: a rename does not cross file systems.
+    target = target.resolve()
     partial = target.with_name(f"{target.name}.partial")
+    try:
+        count = _write_lines(partial, records)
+        partial.replace(target)
+    except BaseException:
+        # A disk that is full stays fuller by what nobody can read.
+        partial.unlink(missing_ok=True)
+        raise
+    return count
+
+
+def _write_lines(path: Path, records: Iterable[RolloutRecord]) -> int:
     count = 0
-    with partial.open("w", encoding="utf-8", newline="\n") as file:
+    with path.open("w", encoding="utf-8", newline="\n") as file:
         for record in records:
             file.write(encode(record) + "\n")
             count += 1
-    partial.replace(target)
     return count
 
 

@@ -19,15 +19,23 @@ def read_parquet_rollouts(path: str | os.PathLike[str]) -> Iterator[RolloutRecor
 
     Errors: InvalidRequest naming row and column; UnsupportedFeature without pyarrow.
     """
-    number = 0
-    for batch in _pyarrow_parquet().ParquetFile(os.fspath(path)).iter_batches(batch_size=_BATCH):
-        for row in batch.to_pylist():
-            number += 1
-            try:
-                line = json.dumps(row, allow_nan=False)
-            except ValueError as error:
-                raise InvalidRequest(f"row {number}: {error}; an absent log-prob is null") from error
-            yield decode(line, number)
+    for number, row in enumerate(_rows(path), start=1):
+        try:
+            line = json.dumps(row, allow_nan=False)
+        except (ValueError, TypeError) as error:
+            raise InvalidRequest(f"row {number}: {error}; an absent log-prob is null, an id an integer") from error
+        yield decode(line, number)
+
+
+def _rows(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    parquet = _pyarrow_parquet()
+    from pyarrow import ArrowException
+
+    try:
+        for batch in parquet.ParquetFile(os.fspath(path)).iter_batches(batch_size=_BATCH):
+            yield from batch.to_pylist()
+    except ArrowException as error:
+        raise InvalidRequest(f"{os.fspath(path)} is no whole Parquet file: {error}") from error
 
 
 def write_parquet_rollouts(path: str | os.PathLike[str], records: Iterable[RolloutRecord]) -> int:

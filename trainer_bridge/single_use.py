@@ -37,15 +37,27 @@ def read_prompts(path: Path) -> list[Prompt]:
         InvalidRequest: naming the line.
     """
     prompts: list[Prompt] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    # Not splitlines: it also parts at U+2028 and others, which a JSON string may hold as they are.
+    lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    for number, line in enumerate(lines if lines != [""] else [], 1):
         try:
-            item = json.loads(line)
-            prompts.append(item["prompt"] if "prompt" in item else tuple(int(i) for i in item["prompt_ids"]))
-        except (ValueError, KeyError, TypeError):
+            prompts.append(_prompt(json.loads(line)))
+        except (ValueError, RecursionError):
             raise InvalidRequest(
-                f'{path}, line {number}: expected {{"prompt": text}} or {{"prompt_ids": [...]}}'
+                f'{path}, line {number}: expected {{"prompt": text}} or {{"prompt_ids": [...]}} and nothing else, ids '
+                "as integers"
             ) from None
     return prompts
+
+
+def _prompt(item: object) -> Prompt:
+    match item:
+        case {"prompt": str(text), **rest} if not rest:
+            return text
+        # A string of digits is no list, and 3.0 and true are no ids.
+        case {"prompt_ids": [*ids], **rest} if not rest and all(type(i) is int for i in ids):
+            return tuple(ids)
+    raise ValueError
 
 
 @contextlib.asynccontextmanager

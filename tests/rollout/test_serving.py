@@ -20,6 +20,7 @@ from rollout.server import SERVICE_NAME
 from rollout.serving import Service, running_service
 from rollout.serving import ray_cluster as connected
 from rollout.types import FinishReason
+from rollout.worker import Worker
 from tests.services import (
     PROMPT,
     CallSignal,
@@ -173,3 +174,27 @@ async def test_sigterm_drains_and_exits_with_zero(ray_cluster: Any, tiny_qwen3_p
 
 async def _all(events: Any) -> list[Any]:
     return [event async for event in events]
+
+
+@pytest.mark.parametrize("setting, variable, wanted", [(None, "", "local"), ("1.2.3.4:6379", "", "1.2.3.4:6379")])
+def test_without_an_address_a_cluster_is_started_and_none_joined(
+    monkeypatch: pytest.MonkeyPatch, setting: str | None, variable: str, wanted: str
+) -> None:
+    """Ray by itself joins the cluster that was last started on the machine, whosever it is."""
+    import ray
+
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **options: calls.append(options))
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0})
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 8.0}}])
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with connected(Settings.model_validate({"ray": {"address": setting}})):
+        assert [call["address"] for call in calls] == [wanted]
+    assert ("include_dashboard" in calls[0]) == (setting is None)
+
+
+def test_kv_that_the_machine_can_never_hold_is_refused(tiny_qwen3_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_tokens = 1600000000000000 takes .* bytes, this machine has"):
+        Worker(tiny_settings(tiny_qwen3_path, kv_cache_tokens=1_600_000_000_000_000), str(tiny_qwen3_path), "w")

@@ -79,3 +79,19 @@ def test_gradients_equal_those_of_one_plain_pass(tiny_qwen3_path: Path) -> None:
         assert parameter.grad is not None
         assert torch.allclose(chunked[name], parameter.grad, rtol=1e-4, atol=1e-5), name
         assert bool(chunked[name].abs().sum() > 0), name
+
+
+@pytest.mark.parametrize(
+    ("prompt", "generated", "message"),
+    [
+        ([3, 64], [4], "sample 1: prompt id 64 at 1"),
+        ([3], [4, 5, 99], "generated id 99 at 2"),
+        ([-1], [4], "id -1 at 0"),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_named(
+    tiny_qwen3_path: Path, prompt: list[int], generated: list[int], message: str
+) -> None:
+    model = load_model(tiny_qwen3_path, dtype=torch.float32, kernels=resolve_kernels(page_size=16))
+    with pytest.raises(InvalidRequest, match=message):
+        TrainingForward(model)([_sample([3], [63]), _sample(prompt, generated)])

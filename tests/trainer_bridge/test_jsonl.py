@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -252,3 +254,28 @@ def test_rounding_above_zero_is_taken(tmp_path: Path) -> None:
     """Control; and nothing is clamped."""
     read = decode(json.dumps(OTHER_ENGINE | {"logprobs": [0.0625, -0.0]}), 1)
     assert read.policy_logprobs.tolist() == [0.0625, 0.0]
+
+
+def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path: Path) -> None:
+    """A file in the place of /dev/null would break the machine."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert write_rollouts(pipe, [record([-0.5])]) == 1
+        assert stat.S_ISFIFO(pipe.stat().st_mode) and [p.name for p in tmp_path.iterdir()] == ["pipe"]
+        assert decode(os.read(reader, 1 << 16).decode(), 1).policy_logprobs.tolist() == [-0.5]
+    finally:
+        os.close(reader)
+
+
+def test_a_link_is_followed_and_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    real, link = tmp_path / "real.jsonl", tmp_path / "link.jsonl"
+    real.write_text("old")
+    link.symlink_to(real)
+    broken = iter([record([-0.5]), replace(record([-0.5]), finish=None)])
+    with pytest.raises(InvalidRequest, match="no finish reason"):
+        write_rollouts(link, broken)
+    assert real.read_text() == "old" and len(list(tmp_path.iterdir())) == 2
+    assert write_rollouts(link, [record([-0.5])]) == 1
+    assert link.is_symlink() and len(list(read_rollouts(real))) == 1

@@ -46,3 +46,22 @@ def test_another_engines_minimal_columns(tmp_path: Path) -> None:
     parquet.write_table(arrow.Table.from_pylist([row | {"reward": 1.0}]), tmp_path / "u.parquet")
     with pytest.raises(InvalidRequest, match="line 1, key 'reward': unknown"):
         list(read_parquet_rollouts(tmp_path / "u.parquet"))
+
+
+@pytest.mark.parametrize("cut", [0, 4, -8])
+def test_a_file_that_is_not_whole(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "r.parquet"
+    write_parquet_rollouts(path, [record([-0.3])])
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(InvalidRequest, match=r"r\.parquet is no whole Parquet file"):
+        list(read_parquet_rollouts(path))
+
+
+def test_columns_of_types_that_json_has_not(tmp_path: Path) -> None:
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    row = {"prompt_ids": [1], "token_ids": [b"\x02"], "logprobs": [-1.0], "temperature": 1.0}
+    parquet.write_table(arrow.Table.from_pylist([row]), tmp_path / "r.parquet")
+    with pytest.raises(InvalidRequest, match=r"row 1: .*bytes"):
+        list(read_parquet_rollouts(tmp_path / "r.parquet"))

@@ -127,3 +127,29 @@ def test_prompts_name_the_bad_line(tmp_path: Path) -> None:
     path.write_text('{"prompt": "a"}\n{"text": "b"}\n')
     with pytest.raises(InvalidRequest, match="line 2"):
         read_prompts(path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"prompt_ids": "34"}',
+        '{"prompt_ids": [3.0]}',
+        '{"prompt_ids": [true]}',
+        '{"prompt": 5}',
+        '{"prompt": "a", "propmt_ids": [1]}',
+        '{"prompt": "a", "prompt_ids": [1]}',
+        "[1]",
+        "",
+    ],
+)
+def test_prompts_are_read_strictly(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(InvalidRequest, match="line 2: expected"):
+        read_prompts(path)
+
+
+def test_a_line_separator_within_a_prompt_parts_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a\u2028b\x85c"}\n{"prompt_ids": [1]}\n', encoding="utf-8")
+    assert read_prompts(path) == ["a\u2028b\x85c", (1,)]
