@@ -282,7 +282,7 @@ def _from_file(path: Path | None) -> dict[str, _Given]:
     if path is None:
         return {}
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)  # a SafeLoader
+        tree = _UniqueKeys(path.read_text(encoding="utf-8")).get_single_data()
     except OSError as error:
         raise ConfigError(
             f"settings file {path} cannot be read ({error.strerror}); `zerodrift config show` prints the defaults"
