@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="after one to warm up")
     parser.add_argument("--threads", type=int, default=1, help="of each replica's engine")
     parser.add_argument("--sources", nargs="+", choices=SOURCES, default=list(SOURCES))
-    parser.add_argument("--out", type=Path, default=Path("out/bench/weights.json"))
+    parser.add_argument("--out", type=Path, default=Path("out/weights/update.json"))
     args = parser.parse_args()
     path = prepare_model(args.model)
     args.out.parent.mkdir(parents=True, exist_ok=True)
