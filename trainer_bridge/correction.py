@@ -38,6 +38,7 @@ def correct(
     config: CorrectionConfig,
     *,
     drop_empty: bool = True,
+    allow_nonfinite: bool = False,
 ) -> Correction:
     """Weights, mask and metrics of one padded batch.
 
@@ -45,14 +46,15 @@ def correct(
         trainer: float32 [B, R] nats, ``old_log_probs``. rollout: float32 [B, R] nats, ``rollout_log_probs``.
         mask: [B, R], 1 where the model sampled.
         drop_empty: leave rows without a token out of the diagnostics; False does as verl does.
+        allow_nonfinite: take NaN and infinity at mask 1 and go on with them as verl does; refused else.
 
     Raises:
         InvalidRequest: shapes that differ, log-probs narrower than float32 or not finite at mask 1, a mask other than
             0 and 1, or no token at all.
     """
     log_ratio = masked_log_ratio(trainer.detach(), rollout.detach(), mask)
-    check_logprobs(trainer, "trainer", mask)
-    check_logprobs(rollout, "rollout", mask)
+    check_logprobs(trainer, "trainer", mask, allow_nonfinite=allow_nonfinite)
+    check_logprobs(rollout, "rollout", mask, allow_nonfinite=allow_nonfinite)
     if not bool(mask.bool().any()):
         raise InvalidRequest("no token has mask 1: there is nothing to correct; skip the batch", field="mask")
     mask = mask.long() if mask.dtype == torch.bool else mask

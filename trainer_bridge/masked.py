@@ -34,7 +34,7 @@ def masked_log_ratio(trainer: torch.Tensor, rollout: torch.Tensor, mask: torch.T
     return selected(trainer, mask) - selected(rollout.to(trainer.dtype), mask)
 
 
-def check_logprobs(logprobs: torch.Tensor, side: str, mask: torch.Tensor) -> None:
+def check_logprobs(logprobs: torch.Tensor, side: str, mask: torch.Tensor, *, allow_nonfinite: bool = False) -> None:
     """Refuse what would become a weight of NaN, of 0 or of twice its size without a word.
 
     Errors: InvalidRequest for a mask other than 0 and 1, or log-probs narrower than float32 or not finite at mask 1.
@@ -49,11 +49,12 @@ def check_logprobs(logprobs: torch.Tensor, side: str, mask: torch.Tensor) -> Non
             field=side,
         )
     bad = (mask.bool() & ~torch.isfinite(logprobs)).nonzero()
-    if len(bad):
+    if len(bad) and not allow_nonfinite:
         row, column = bad[0].tolist()
         raise InvalidRequest(
             f"the log-prob of the {side} is {logprobs[row, column].item()} at row {row}, token {column}, where mask is "
-            f"1 ({len(bad)} such); set mask 0 where the model did not sample, else the side that made it is broken",
+            f"1 ({len(bad)} such); set mask 0 where the model did not sample, else the side that made it is broken (verl's arithmetic: "
+            "allow_nonfinite=True)",
             field=side,
         )
 

@@ -168,6 +168,7 @@ def test_a_log_prob_that_is_none_is_refused_where_it_counts(side: str, value: fl
     (trainer if side == "trainer" else rollout)[row, column] = value
     with pytest.raises(InvalidRequest, match=rf"of the {side} is {value} at row {row}, token {column}.*\(1 such\)"):
         correct(trainer, rollout, mask, CONFIGS[0])
+    correct(trainer, rollout, mask, CONFIGS[0], allow_nonfinite=True)
     mask[row, column] = 0
     correct(trainer, rollout, mask, CONFIGS[0])
 

@@ -96,10 +96,10 @@ def test_correction_is_verls(kind: str, config: dict[str, Any]) -> None:
             weights, kept, want = compute_rollout_correction_and_rejection_mask(trainer, rollout, mask, **config)
         except ZeroDivisionError:
             # IcePop that masks every weight: verl divides by zero, we report an effective sample size of 0.
-            got = correct(trainer, rollout, mask, CorrectionConfig(**config), drop_empty=False)
+            got = correct(trainer, rollout, mask, CorrectionConfig(**config), drop_empty=False, allow_nonfinite=True)
             assert got.metrics["rollout_corr/rollout_is_eff_sample_size"] == 0.0
             continue
-        got = correct(trainer, rollout, mask, CorrectionConfig(**config), drop_empty=False)
+        got = correct(trainer, rollout, mask, CorrectionConfig(**config), drop_empty=False, allow_nonfinite=True)
         assert got.metrics.keys() == want.keys()
         wrong = {k: (got.metrics[k], want[k]) for k in want if not same(got.metrics[k], want[k])}
         assert not wrong, (seed, wrong)
@@ -163,14 +163,14 @@ def test_correction_is_verls_at_any_threshold(
             with pytest.raises(ConfigError):
                 CorrectionConfig(**config)
             return
-        got = correct(trainer, rollout, mask, CorrectionConfig(**config), drop_empty=False)
+        got = correct(trainer, rollout, mask, CorrectionConfig(**config), drop_empty=False, allow_nonfinite=True)
         assert got.metrics["rollout_corr/rollout_is_eff_sample_size"] == 0.0
         return
     except ValueError:
         with pytest.raises(ConfigError):
             CorrectionConfig(**config)
         return
-    got = correct(trainer, rollout, mask, CorrectionConfig(**config), drop_empty=False)
+    got = correct(trainer, rollout, mask, CorrectionConfig(**config), drop_empty=False, allow_nonfinite=True)
     assert got.metrics.keys() == want.keys()
     wrong = {k: (got.metrics[k], want[k]) for k in want if not same(got.metrics[k], want[k])}
     assert not wrong
@@ -215,5 +215,5 @@ def test_the_comparison_can_fail() -> None:
     other = trainer.clone()
     first = mask.nonzero()[0]
     other[first[0], first[1]] = torch.nextafter(other[first[0], first[1]], torch.tensor(0.0))
-    got = correct(other, rollout, mask, CorrectionConfig(), drop_empty=False)
+    got = correct(other, rollout, mask, CorrectionConfig(), drop_empty=False, allow_nonfinite=True)
     assert any(not same(got.metrics[k], want[k]) for k in want)
