@@ -53,8 +53,8 @@ def check_logprobs(logprobs: torch.Tensor, side: str, mask: torch.Tensor, *, all
         row, column = bad[0].tolist()
         raise InvalidRequest(
             f"the log-prob of the {side} is {logprobs[row, column].item()} at row {row}, token {column}, where mask is "
-            f"1 ({len(bad)} such); set mask 0 where the model did not sample, else the side that made it is broken (verl's arithmetic: "
-            "allow_nonfinite=True)",
+            f"1 ({len(bad)} such); set mask 0 where the model did not sample, else the side that made it is broken "
+            "(allow_nonfinite=True: go on as verl does)",
             field=side,
         )
 
