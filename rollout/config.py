@@ -23,7 +23,7 @@ from rollout.server_settings import Section as _Section
 
 ENV_PREFIX = "ZERODRIFT_"
 BURST_TOKENS = 64
-"""Tokens of one sample that may come in one burst: 0.4 s at 160 tokens a second."""
+"""Tokens of one sample that may come in one burst: 0.8 s, the longest wait for company, at 80 tokens a second."""
 TOKEN_BYTES, ALTERNATIVE_BYTES = 20, 8
 """Of a token with two log-probs and a row digest; of each of its alternatives."""
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import grpc.aio
 import ray
-from transformers import AutoConfig
 
 from rollout.admission import AdmittingBackend
 from rollout.adoption import adopt_workers
 from rollout.assets import prepare_model
+from rollout.checkpoint import read_config
 from rollout.config import ServerSettings, Settings
 from rollout.control_service import SERVICE_NAME as CONTROL_NAME
 from rollout.control_service import ControlService
@@ -126,7 +126,7 @@ async def _replicas(settings: Settings, path: Path, owner: str, in_process: bool
 def _server_settings(settings: Settings, path: Path) -> ServerSettings:
     """The server's settings, resolved for the model: an image may take whatever a message holds."""
     server = settings.server
-    if server.max_request_bytes is None and is_multimodal(AutoConfig.from_pretrained(path)):
+    if server.max_request_bytes is None and is_multimodal(read_config(path)):
         return server.model_copy(update={"max_request_bytes": server.max_message_bytes})
     return server
 

@@ -20,7 +20,7 @@ from rollout.types import PromptChunk, TokenChunk
 EVENT_BYTES = 512
 """What an event takes up besides its arrays, about."""
 GRACE_S = 1.0
-"""Seconds that a burst has to be read; more than twice the longest wait of a token for company (``GATHER_S``)."""
+"""Seconds that a burst has to be read; more than the longest wait of a token for company (``GATHER_S``)."""
 
 
 def event_bytes(event: object) -> int:
