@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 from blake3 import blake3
 
+from rollout.file_pages import let_go
+
 if TYPE_CHECKING:
     from rollout.model import SharedModel
 
@@ -81,6 +83,15 @@ def digest_of(name: str, tensor: torch.Tensor) -> bytes:
     return tensor_digest(name, dtype_name(tensor.dtype), tuple(tensor.shape), tensor_bytes(tensor))
 
 
+def parameter_digests(model: SharedModel) -> dict[str, bytes]:
+    """Canonical name -> digest of every parameter; pages of the checkpoint file that were read for it are let go."""
+    digests = {}
+    for name, parameter in model.parameters():
+        digests[name] = digest_of(name, parameter)
+        let_go([parameter])
+    return digests
+
+
 def model_digest(model: SharedModel) -> str:
     """Root digest of the canonical parameters: equal on rollout and trainer exactly when they hold the same bytes."""
-    return root_digest({name: digest_of(name, p) for name, p in model.parameters()})
+    return root_digest(parameter_digests(model))

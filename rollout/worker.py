@@ -42,7 +42,7 @@ from rollout.types import (
 )
 from rollout.weight_export import ExportPlace, export_bucket
 from rollout.weight_transfer import bucket_of
-from rollout.weights import digest_of, model_digest
+from rollout.weights import model_digest, parameter_digests
 
 T = TypeVar("T")
 MESSAGES_PER_S = 40.0
@@ -195,7 +195,7 @@ class Worker:
         model, thread = self._engine.model, self._thread
         return await self._do(
             lambda: ReplicaDigests(
-                self._engine.name, thread.weights, {n: digest_of(n, p).hex() for n, p in model.parameters()}
+                self._engine.name, thread.weights, {n: d.hex() for n, d in parameter_digests(model).items()}
             )
         )
 

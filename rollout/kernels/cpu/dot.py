@@ -208,6 +208,9 @@ class DotProduct:
         block: inner dimensions of a chain.
     """
 
+    block: int
+    """may be changed between calls: the panels do not depend on it"""
+
     def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, block: int) -> None:
         self._columns, self._inner = sum(w.size(0) for w in weights), weights[0].size(1)
         # Pairs of k, columns side by side; the last panel's other columns stay zero.
@@ -215,7 +218,7 @@ class DotProduct:
         self._panels = torch.zeros(shape, dtype=torch.int32)
         self._call = Call(_product_entry(), _FIELDS)
         self._packing = Call(pack_entry(), PACK_FIELDS)
-        self._sizes = self._inner // 2, self._columns, block // 2
+        self.block = block
         self.pack(weights, bias)
 
     def pack(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
@@ -235,8 +238,9 @@ class DotProduct:
         rows = x.size(0)
         out = torch.empty(rows, self._columns, dtype=torch.bfloat16)
         bias = 0 if self._bias is None else self._bias.data_ptr()
+        sizes = self._inner // 2, self._columns, self.block // 2
         self._call(
             self._panels.size(0) * -(-rows // ROWS), (rows + 4) * self._columns * self._inner, _WORTH_A_THREAD,
-            x.data_ptr(), self._panels.data_ptr(), bias, out.data_ptr(), rows, *self._sizes,
+            x.data_ptr(), self._panels.data_ptr(), bias, out.data_ptr(), rows, *sizes,
         )  # fmt: skip
         return out

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from rollout.errors import ParityError
+from rollout.file_pages import let_go
 from rollout.kernels.base import Product
 from rollout.kernels.cpu import dot
 from rollout.kernels.cpu.invariant import ROW_TILE, invariant_mode
@@ -53,10 +54,12 @@ def plan_product(outer: int, inner: int, bias: torch.Tensor | None, dtype: torch
     if dtype != torch.bfloat16:
         return ProductPlan()
     if dot.available() and inner % 2 == 0:
+        product = dot.DotProduct([weight], bias, dot.BLOCKS[0])
         for block in dot.BLOCKS:
-            product = dot.DotProduct([weight], bias, block)
+            product.block = block
             if all(torch.equal(product(x[:rows]), wanted[:rows]) for rows in PROBE_ROWS):
                 return ProductPlan(block=block)
+        del product
     return ProductPlan(packed_rows=_packed_least_rows(x, weight, bias, wanted))
 
 
@@ -149,6 +152,11 @@ class RolloutLinear:
         else:
             self._weight = weight
 
+    @property
+    def packed(self) -> bool:
+        """Whether a call reads a copy of the weights instead of the layers' own."""
+        return self._plan != ProductPlan() or len(self._layers) > 1
+
     def described(self, name: str) -> Product:
         """For the certificate."""
         return Product(name, tuple(self._layers), self, str(self._plan))
@@ -181,7 +189,10 @@ class LinearPlan:
                 self._stacks[shape] = stacking_is_exact(layers)
             if not self._stacks[shape]:
                 return [linear for layer in layers for linear in self.build([layer])]
-        return [RolloutLinear(layers, self._plan(layers))]
+        linear = RolloutLinear(layers, self._plan(layers))
+        if linear.packed:
+            let_go(layer.weight for layer in layers)
+        return [linear]
 
     def _plan(self, layers: list[torch.nn.Linear]) -> ProductPlan:
         outer, inner = sum(layer.out_features for layer in layers), layers[0].in_features
