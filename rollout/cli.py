@@ -212,11 +212,9 @@ def token(
 def _register_bridge() -> None:
     """Verbs of the trainer's side live with it."""
     from rollout.cli_certify import register as register_certify
-    from rollout.cli_replicas import register as register_replicas
     from trainer_bridge.cli import register
 
     register_certify(app)
-    register_replicas(app)
     register(app)
 
 

@@ -2,6 +2,7 @@
 
     RolloutError                    INTERNAL
     ├── InvalidRequest              INVALID_ARGUMENT     a field has a value that can never be served
+    │   └── ConfigError             INVALID_ARGUMENT     settings that cannot start a service
     ├── UnsupportedFeature          UNIMPLEMENTED        the model, kernel set or engine lacks what was asked for
     ├── NotFound                    NOT_FOUND            no live request or replica by that name
     ├── DuplicateRequest            ALREADY_EXISTS       a live request already has this id
@@ -10,11 +11,10 @@
     ├── CertificateError            FAILED_PRECONDITION  strict serving without a certificate that matches and holds
     ├── ParityError                 DATA_LOSS            two sides that must hold the same bits do not
     ├── ReplicaUnavailable          UNAVAILABLE          a worker died or is fenced
+    │   └── WeightsMoved            ABORTED              a begun sample cannot go on: its weights are no longer served
     ├── Unauthenticated             UNAUTHENTICATED      no token, or one that is not known
     ├── PermissionDenied            PERMISSION_DENIED    the caller is known and may not do this
-    │   └── WeightsMoved            ABORTED              a begun sample cannot go on: its weights are no longer served
-    ├── RequestAborted              ABORTED              ended by the service, not by its own limits
-    └── ConfigError                 INVALID_ARGUMENT     settings that cannot start a service
+    └── RequestAborted              ABORTED              ended by the service, not by its own limits
 
 Messages name the value, the limit and the way out. ``field`` is the request field at fault, for BadRequest details.
 """

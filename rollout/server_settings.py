@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 
 class Section(BaseModel):
     """Base of every section of the settings: fixed, and no key that is not known."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_as_number(cls, value: object, info: ValidationInfo) -> object:
+        # Pydantic takes true for 1: `threads: yes` would be one thread.
+        wanted = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and bool not in (wanted, *get_args(wanted)):
+            raise ValueError(f"{str(value).lower()} is neither a number nor a text; YAML reads yes, no, on, off so")
+        return value
 
 
 TEXT_REQUEST_BYTES = 16 * 2**20

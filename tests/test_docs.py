@@ -11,7 +11,6 @@ import typer
 
 from rollout import cli
 from rollout.cli_certify import register as register_certify
-from rollout.cli_replicas import register as register_replicas
 from rollout.config import describe
 from rollout.v1 import rollout_pb2
 from trainer_bridge.cli import register
@@ -22,7 +21,6 @@ if "demo" not in VERBS:
     register(cli.app)
 if "certify" not in VERBS:
     register_certify(cli.app)
-    register_replicas(cli.app)
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",

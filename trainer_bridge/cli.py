@@ -10,6 +10,7 @@ import typer
 
 from rollout.cli import Config, JsonFile, Overrides, write_json
 from rollout.errors import InvalidRequest
+from trainer_bridge.cli_replicas import register as register_replicas
 from trainer_bridge.cli_weights import register as register_weights
 from trainer_bridge.dashboard.cli import register as register_dashboard
 from trainer_bridge.explain.command import register as register_explain
@@ -26,6 +27,7 @@ def register(app: typer.Typer) -> None:
     app.command()(health)
     register_dashboard(app)
     register_explain(app)
+    register_replicas(app)
     register_weights(app)
 
 

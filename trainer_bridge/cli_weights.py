@@ -38,10 +38,11 @@ def verify(
     from rollout.model import DTYPES
     from trainer_bridge.client import RolloutClient
     from trainer_bridge.weight_check import folder_digests, verify_replicas
+    from trainer_bridge.wire.channel import ClientSecurity
 
     if folder is not None and digests is not None:
         raise InvalidRequest("give a folder or digests, not both", field="folder")
-    with RolloutClient(address) as client:
+    with RolloutClient(address, security=ClientSecurity.from_environment()) as client:
         info = client.info(tensor_digests=True)
     expected: dict[str, str] | None = None
     if folder is not None:

@@ -95,9 +95,15 @@ def pack(samples: Sequence[TrainingSample]) -> PackedBatch:
     )
 
 
-def _check_vocabulary(samples: Sequence[TrainingSample], vocab_size: int) -> None:
-    """Ids of another tokenizer's, or of a padded vocabulary, have no row here."""
+def _check_fit(samples: Sequence[TrainingSample], vocab_size: int, context_length: int) -> None:
+    """Ids of another tokenizer's, or of a padded vocabulary, have no row here; and no rollout goes past its context."""
     for i, sample in enumerate(samples):
+        if (length := len(sample.prompt_ids) + len(sample.token_ids)) > context_length:
+            raise InvalidRequest(
+                f"sample {i} has {length} tokens, the model's context holds {context_length}; the rollouts are another "
+                "model's, or model.context_length is set too low",
+                field="token_ids",
+            )
         for part, ids in (("prompt", sample.prompt_ids), ("generated", sample.token_ids)):
             bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
             if bad.size:
@@ -148,9 +154,12 @@ class TrainingForward:
 
         Args:
             digests: also hash the float32 logits rows (C1).
+
+        Raises:
+            InvalidRequest: an empty part, an id outside the vocabulary, a sample longer than the context.
         """
         batch = pack(samples)
-        _check_vocabulary(samples, self.model.spec.vocab_size)
+        _check_fit(samples, self.model.spec.vocab_size, self.model.spec.context_length)
         step = PackedStep(self.model.kernels, batch.cu_seqlens)
         visual = self._visual(samples)
         hidden = self.model.hidden_states(batch.input_ids, batch.positions, step, visual)[

@@ -89,10 +89,16 @@ def default_path(digest: str) -> Path:
 
 
 def write_certificate(certificate: Certificate, path: Path) -> None:
-    """Write whole or not at all."""
+    """Write whole or not at all; a device or a pipe, such as /dev/stdout, is written to as it is."""
+    text = json.dumps(certificate.to_json(), indent=1) + "\n"
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    # Behind a link, and beside the file there.
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(certificate.to_json(), indent=1) + "\n", encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 

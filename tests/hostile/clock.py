@@ -35,16 +35,16 @@ class Times:
 
 
 class Clock(GuardInterceptor):
-    """Outermost of all interceptors."""
+    """Outermost of all interceptors. It keeps nothing before it is first asked: it would look like a leak."""
 
     def __init__(self) -> None:
-        self.times = Times()
+        self.times: Times | None = None
         self._began = 0.0
 
     def take(self) -> Times:
-        """What was measured since the last call."""
+        """What was measured since the last call; the first one begins it."""
         times, self.times = self.times, Times()
-        return times
+        return times or Times()
 
     @asynccontextmanager
     async def guard(self, details: grpc.HandlerCallDetails, context: Context) -> AsyncIterator[None]:
@@ -53,6 +53,8 @@ class Clock(GuardInterceptor):
         try:
             yield
         except grpc.aio.AbortError:
+            if self.times is None:
+                raise
             self.times.handled.append(time.monotonic() - start)
             # The deadline was made of the arrival and CALL_S, before anything of Python ran.
             left = context.time_remaining()
@@ -67,12 +69,13 @@ class Clock(GuardInterceptor):
             while True:
                 due = time.monotonic() + LOOK_EVERY_S
                 await asyncio.sleep(LOOK_EVERY_S)
-                self.times.late.append(time.monotonic() - due)
+                if self.times is not None:
+                    self.times.late.append(time.monotonic() - due)
         finally:
             gc.callbacks.remove(self._collected)
 
     def _collected(self, phase: str, info: dict[str, Any]) -> None:
-        if info["generation"] < 2:
+        if info["generation"] < 2 or self.times is None:
             return
         if phase == "start":
             self._began = time.monotonic()

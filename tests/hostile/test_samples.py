@@ -17,7 +17,7 @@ from rollout.types import UpdatePolicy
 from tests.hostile import fuzz, soak, streams
 from tests.hostile.calls import HostileCall, Outcome
 from tests.hostile.child import Reading, child_settings
-from tests.hostile.clock import CALL_S, Times
+from tests.hostile.clock import CALL_S, Clock, Times
 from tests.hostile.prober import retry_of
 from tests.services import check_pages, soon, tensors_of, version_path
 from trainer_bridge.aio_client import AsyncRolloutClient
@@ -118,6 +118,20 @@ async def test_full_queue_sample(tiny_qwen3_path: Path, tmp_path: Path) -> None:
     assert found.outcomes["gave up"] == 0 and set(found.outcomes) <= {"whole", "refused, came back", "gave up"}
     assert found.times.refusals and all(0 <= age < CALL_S for age in found.times.refusals)
     assert len(found.times.handled) >= len(found.times.refusals)
+
+
+def test_the_clock_keeps_nothing_before_it_is_asked() -> None:
+    """A float for every look would be 7 MiB in half an hour, and would pass for a leak of the service."""
+    clock = Clock()
+
+    def collect() -> None:
+        for phase in ("start", "stop"):
+            clock._collected(phase, {"generation": 2})
+
+    collect()
+    assert clock.times is None and clock.take() == Times()
+    collect()
+    assert len(clock.take().collections) == 1, "control"
 
 
 async def test_load_sample(tiny_qwen3_path: Path) -> None:

@@ -116,6 +116,8 @@ def test_empty_file_and_empty_section_keep_defaults(tmp_path: Path) -> None:
         ("model: {dtype: float16}", "model.dtype", ["float16", "bfloat16", "float32"]),
         ("engine: {page_size: 100}", "engine", ["kv_cache_tokens = 65536", "page_size = 100", "65600"]),
         ("server: {host: 0.0.0.0}", "server", ["0.0.0.0", "server.allow_insecure=true"]),
+        ("engine: {threads: yes}", "engine.threads", ["engine.threads", "true is neither a number"]),
+        ("model: {context_length: off}", "model.context_length", ["model.context_length", "false is neither"]),
         ("server: 5", "", ["server", "mapping", "5"]),
         ("- a\n- b", "", ["settings.yaml", "mapping"]),
         ("a: [", "", ["settings.yaml", "YAML"]),

@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from rollout import cli
-from rollout.cli_replicas import register
 from rollout.v1 import control_pb2 as pb
 from rollout.v1 import control_pb2_grpc
 from tests.services import PROMPT, StepGate, bits, engine_threads, sampling, soon, tiny_service
+from trainer_bridge.cli_replicas import register
 
 if not any(group.name == "replicas" for group in cli.app.registered_groups):
     register(cli.app)

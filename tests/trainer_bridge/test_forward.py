@@ -38,6 +38,16 @@ def test_empty_parts_are_refused(prompt: list[int], generated: list[int]) -> Non
         pack([])
 
 
+def test_a_sample_longer_than_the_context_is_refused(tiny_qwen3_path: Path) -> None:
+    """Positions that no rollout reaches would get log-probs all the same."""
+    model = load_model(tiny_qwen3_path, dtype=torch.float32, kernels=resolve_kernels(page_size=16), context_length=8)
+    forward = TrainingForward(model)
+    with forward.aligned(), torch.no_grad():
+        assert len(forward([_sample([3, 4, 5], [6, 7, 8, 9, 10])]).logprobs) == 5, "control: it fits"
+        with pytest.raises(InvalidRequest, match="sample 1 has 9 tokens, the model's context holds 8"):
+            forward([_sample([3], [4]), _sample([3, 4, 5, 6], [6, 7, 8, 9, 10])])
+
+
 @pytest.mark.parametrize("side", ["left", "right", "none"])
 def test_unpad_drops_pads_on_either_side(side: str) -> None:
     pads = {"left": (2, 0), "right": (0, 2), "none": (0, 0)}[side]

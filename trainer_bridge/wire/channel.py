@@ -98,11 +98,12 @@ class ClientSecurity:
         return (("authorization", f"Bearer {token}"),)
 
     def check(self, address: str) -> None:
-        """Refuse to send a token in the clear beyond this machine.
+        """Refuse an address that is none, and to send a token in the clear beyond this machine.
 
         Raises:
             ConfigError: names the way out.
         """
+        check_address(address)
         has_token = self.token is not None or self.token_file is not None
         if has_token and self.ca is None and not self.allow_insecure and not is_loopback(_host(address)):
             raise ConfigError(
@@ -112,6 +113,9 @@ class ClientSecurity:
             )
 
 
+_URL_SCHEMES = ("http", "https", "grpc", "grpcs", "tcp")
+_GRPC_SCHEMES = ("dns", "ipv4", "ipv6", "unix", "unix-abstract", "vsock", "xds")
+"""Of gRPC's name syntax (grpc/doc/naming.md): taken as they are."""
 _PATHS = ("ca", "certificate", "key", "token_file")
 PLAIN = ClientSecurity()
 
@@ -121,6 +125,25 @@ def _read(path: Path, name: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{name} = {path} cannot be read: {error.strerror}", field=name) from error
+
+
+def check_address(address: str) -> None:
+    """Refuse what gRPC would take for the name of a machine and look for in vain.
+
+    Raises:
+        ConfigError: a URL, or no port.
+    """
+    scheme, colon, rest = address.partition("://")
+    if colon and scheme.lower() in _URL_SCHEMES:
+        raise ConfigError(
+            f"the address {address!r} is a URL; give host:port, here {rest.rstrip('/')!r}: a service speaks gRPC, and "
+            "TLS is asked for by ca (ZERODRIFT_TLS_CA)",
+            field="address",
+        )
+    named = address.partition(":")[0] in _GRPC_SCHEMES
+    port = address.rpartition(":")[2]
+    if not named and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536 and _host(address)):
+        raise ConfigError(f"the address {address!r} is not host:port with a port of 1 to 65535", field="address")
 
 
 def _host(address: str) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,19 @@ def test_reads_what_was_written(tmp_path: Path) -> None:
     assert read_certificate(path) == signed()
     assert require_certificate(MANIFEST, path=path, threads=2) == signed()
     assert [p.name for p in path.parent.iterdir()] == ["c.json"]
+
+
+def test_a_link_and_a_pipe_stay_what_they_are(tmp_path: Path) -> None:
+    """``--out /dev/stdout`` must not put a file where the device was."""
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit((tmp_path / "pipe").read_text)
+        write_certificate(signed(), tmp_path / "pipe")
+        assert json.loads(read.result())["digest"] == signed().digest
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "link").symlink_to(tmp_path / "deep" / "c.json")
+    write_certificate(signed(), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and read_certificate(tmp_path / "deep" / "c.json") == signed()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Verbs of an operator: ``replicas list``, ``drain``, ``undrain``, ``restart``."""
+"""Verbs of an operator: ``replicas list``, ``drain``, ``undrain``, ``restart``. TLS and token: the environment's."""
 
 from __future__ import annotations
 
@@ -32,10 +32,13 @@ def _stub(address: str) -> Iterator[Any]:
 
     from rollout.errors import RolloutError
     from rollout.v1 import control_pb2_grpc
+    from trainer_bridge.wire.channel import AuthorizedStub, ClientSecurity, open_channel
+    from trainer_bridge.wire.request import DEFAULT_MAX_MESSAGE_BYTES
 
-    with grpc.insecure_channel(address) as channel:
+    security = ClientSecurity.from_environment()
+    with open_channel(address, security, DEFAULT_MAX_MESSAGE_BYTES) as channel:
         try:
-            yield control_pb2_grpc.ControlServiceStub(channel)
+            yield AuthorizedStub(control_pb2_grpc.ControlServiceStub(channel), security)
         except grpc.RpcError as error:
             raise RolloutError(f"{address}: {error.code().name}: {error.details()}") from error
 
