@@ -19,6 +19,7 @@ import numpy as np
 from rollout.kernels.cpu.compiler import compiled
 from rollout.kernels.cpu.elements import load, store
 from rollout.kernels.cpu.numerics import exp_f32, exp_lanes
+from rollout.kernels.cpu.prefetch import call_for
 from rollout.kernels.cpu.tile import multiply
 from rollout.kernels.cpu.vector import (
     WIDTH,
@@ -94,25 +95,34 @@ def _attend_task(
     tops: np.ndarray,
     sums: np.ndarray,
     acc: np.ndarray,
+    following: np.ndarray,
 ) -> None:
     """Fold the sequence's KV blocks, in order, into the running state of its rows.
 
     ``query`` float32 [n, D]: row i is head i % group of position before + i // group; ``pages`` lists the sequence's
-    pages; ``before`` counts its keys before the first position.
+    pages; ``before`` counts its keys before the first position; ``following`` are the keys that come after the last.
     """
+    bytes_a_page = key_pages.itemsize * query.shape[1] * key_pages.shape[3]
     page, rows = key_pages.shape[3], query.shape[0]
     last_visible = before + rows // group if causal else kv_len
-    for block in range(max(0, (last_visible + page - 1) // page)):
+    blocks = max(0, (last_visible + page - 1) // page)
+    for block in range(blocks):
         start = block * page
         # Rows before this one end in an earlier block.
         first = max(0, start - before) * group if causal else 0
         columns = min(page, (last_visible - start + WIDTH - 1) // WIDTH * WIDTH)
         keys = key_pages[pages[block], kv_head, :, :columns]
+        values = value_pages[pages[block], kv_head]
+        # Few rows compute faster than memory answers: values come while scores are computed, the next keys meanwhile.
+        call_for(values, bytes_a_page * columns // page)
         multiply(query[first:], keys, scores[first:, :columns], query.shape[1], True)
         for i in range(first, rows):
             width = min(page, (before + i // group + 1 if causal else kv_len) - start)
             tops[i] = _fold_block(scores[i, :columns], width, scale, tops[i], sums[i], acc[i])
-        values = value_pages[pages[block], kv_head]
+        if block + 1 < blocks:
+            call_for(key_pages[pages[block + 1], kv_head], bytes_a_page)
+        elif following.size > 0:
+            call_for(following, bytes_a_page)
         shared = min(page, (before + first // group + 1 if causal else kv_len) - start)
         multiply(scores[first:], values, acc[first:], shared, False)
         for i in range(first, rows, group):
@@ -168,9 +178,13 @@ def paged_attention(
             head = query[cu_seqlens_q[seq] + first + i // group, kv_head * group + i % group]
             for d in range(dim):
                 queries[i, d] = load(head[d])
+        following = key_pages[0, 0, :0]
+        if job + 1 < last_job:
+            page_id = page_table[tasks[(job + 1) // kv_heads, 0], 0]
+            following = key_pages[page_id, (job + 1) % kv_heads]
         _attend_task(
             queries[:n], key_pages, value_pages, page_table[seq], kv_head, group, kv_len, kv_len - q_len + first,
-            scale, causal, scores[:n], tops, sums, acc[:n],
+            scale, causal, scores[:n], tops, sums, acc[:n], following,
         )  # fmt: skip
         for i in range(n):
             row, h = cu_seqlens_q[seq] + first + i // group, kv_head * group + i % group

@@ -23,6 +23,7 @@ from numba.core import types
 
 from rollout.kernels.cpu.compiler import carray, cgutils, intrinsic
 from rollout.kernels.cpu.pack import PACK_FIELDS, PANEL, pack_entry
+from rollout.kernels.cpu.prefetch import call_line
 from rollout.kernels.cpu.team import Call, entry, pointer, take_jobs
 from rollout.kernels.cpu.vector import FLOATS, WIDTH, constant, index, matrices, put, row_of, splat, take
 
@@ -83,7 +84,7 @@ def _make_tile(rows: int, fetched: int) -> Callable[..., Any]:
                 for number in range(fetched):
                     line = builder.add(done, builder.mul(builder.sub(pair, args[3]), index(fetched)))
                     line = builder.mul(builder.add(line, index(number)), index(_LINE))
-                    _prefetch(builder, builder.gep(behind, [line]))
+                    call_line(builder, builder.gep(behind, [line]))
                 columns = []
                 for v in range(_VECTORS):
                     place = builder.bitcast(builder.gep(here, [index(v * WIDTH)]), _PAIRS.as_pointer())
@@ -105,14 +106,6 @@ def _make_tile(rows: int, fetched: int) -> Callable[..., Any]:
         return types.none(x, panel, out, types.intp, types.intp, types.intp), generate
 
     return tile
-
-
-def _prefetch(builder: Any, address: Any) -> None:
-    """Call a cache line, which need not be readable memory, into the second-level cache."""
-    byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-    kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(prefetch, [builder.bitcast(address, byte), *(ir.Constant(word, n) for n in (0, 2, 1))])
 
 
 def _make_step(fetched: int) -> Callable[..., Any]:
