@@ -18,7 +18,7 @@ import torch
 
 from rollout.assets import tiny_model
 from tests.e2e.chaos.reference import Reference
-from tests.e2e.chaos.schedule import KINDS, Rig, Schedule
+from tests.e2e.chaos.schedule import KINDS, Rig, Schedule, request_of
 from tests.e2e.chaos.tally import Tally
 from tests.e2e.chaos.world import running_world
 from tests.services import tensors_of, version_path
@@ -28,8 +28,11 @@ async def run_schedules(folder: Path, model: Path, seeds: range, tally: Tally) -
     """All on one service; the cluster is there. AssertionError at the first schedule that hangs."""
     other = version_path(model, 1)
     rig_weights = [tensors_of(model), tensors_of(other)]
+    reference = Reference([model, other])
+    # Compiles the kernels, which on a fresh machine takes two replicas at a time longer than any wait here may be.
+    reference.whole(request_of(seeds[0]), 0, 0)
     async with running_world(folder, model) as world:
-        rig = Rig(world, Reference([model, other]), rig_weights, folder)
+        rig = Rig(world, reference, rig_weights, folder)
         for seed in seeds:
             before = tally.seconds
             await Schedule(rig, seed, tally).run()
