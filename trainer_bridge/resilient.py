@@ -10,11 +10,18 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
 from rollout.codec import GenerateEvent
-from rollout.errors import CapacityExceeded, ParityError, ReplicaUnavailable, RequestAborted, WeightsMoved
+from rollout.errors import (
+    CapacityExceeded,
+    ParityError,
+    ReplicaUnavailable,
+    RequestAborted,
+    RolloutError,
+    WeightsMoved,
+)
 from rollout.spans import BegunSample, VersionSpan
 from rollout.types import Completion, GenerateRequest, PromptChunk, SampleSummary, TokenChunk
 from trainer_bridge.aio_client import AsyncRolloutClient
@@ -75,11 +82,11 @@ class _Resumption:
     async def run(self) -> GenerateResult:
         self._heard_at = asyncio.get_running_loop().time()
         if not await self._attempt([self._request]):
-            wait = _FIRST_WAIT_S
-            while not await self._attempt(self._rests()):
-                await asyncio.sleep(wait)
-                wait = min(2 * wait, _LONGEST_WAIT_S)
-        last = self._last or await self._lost_completion()
+            await _until(lambda: self._attempt(self._rests()))
+        if self._last is None:
+            await _until(self._find_completion)
+        last = self._last
+        assert last is not None
         ends = tuple(self._ends[index] for index in sorted(self._ends))
         self._take(dataclasses.replace(last, request_id=self._request.request_id, samples=ends))
         return self._whole.result()
@@ -100,8 +107,16 @@ class _Resumption:
             if index not in self._ends
         ]
 
+    async def _find_completion(self) -> bool:
+        """Every sample ended, and the stream broke before its last message; False as ``_attempt``."""
+        try:
+            self._last = await self._lost_completion()
+        except RolloutError as failure:
+            self._outlive(failure)
+        return self._last is not None
+
     async def _lost_completion(self) -> Completion:
-        """Every sample ended, and the stream broke before its last message: what that said, but for the samples."""
+        """What the last message said, but for the samples."""
         room = (await self._client.info()).context_length - len(self._request.prompt_ids)
         asked = self._request.sampling
         one = dataclasses.replace(
@@ -121,12 +136,16 @@ class _Resumption:
         outcomes = await asyncio.gather(*(self._follow(request) for request in requests), return_exceptions=True)
         failures = [outcome for outcome in outcomes if outcome is not None]
         for failure in failures:
-            late = asyncio.get_running_loop().time() - self._heard_at > self._within_s
-            full = isinstance(failure, CapacityExceeded) and any(self._tokens.values())
-            if late or not (full or _passing(failure)):
-                raise failure
-            log.info("request %s broke off (%s); going on", self._request.request_id, failure)
+            self._outlive(failure)
         return not failures
+
+    def _outlive(self, failure: BaseException) -> None:
+        """Raise a failure after which no attempt can succeed, or none is made any more."""
+        late = asyncio.get_running_loop().time() - self._heard_at > self._within_s
+        full = isinstance(failure, CapacityExceeded) and any(self._tokens.values())
+        if late or not (full or _passing(failure)):
+            raise failure
+        log.info("request %s broke off (%s); going on", self._request.request_id, failure)
 
     async def _follow(self, request: GenerateRequest) -> None:
         events: AsyncGenerator[GenerateEvent, None] = self._client.events(request)
@@ -161,6 +180,14 @@ class _Resumption:
         elif isinstance(event, PromptChunk):
             self._prompt = True
         self._on_event(event)
+
+
+async def _until(attempt: Callable[[], Awaitable[bool]]) -> None:
+    """Attempts, with longer and longer pauses between them, until one succeeds; what one raises ends them."""
+    wait = _FIRST_WAIT_S
+    while not await attempt():
+        await asyncio.sleep(wait)
+        wait = min(2 * wait, _LONGEST_WAIT_S)
 
 
 def _passing(failure: BaseException) -> bool:

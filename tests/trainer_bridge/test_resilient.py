@@ -19,6 +19,7 @@ from rollout.types import (
     GenerateRequest,
     PromptChunk,
     SampleSummary,
+    ServerInfo,
     TokenChunk,
     UpdatePolicy,
     VersionSpan,
@@ -39,6 +40,7 @@ from tests.services import (
     tiny_settings,
     version_path,
 )
+from trainer_bridge import resilient
 from trainer_bridge.aio_client import AsyncRolloutClient
 from trainer_bridge.resilient import generate_resumed
 
@@ -101,6 +103,46 @@ async def test_a_lost_completion(tiny_qwen3_path: Path) -> None:
         again = await generate_resumed(client, request)
         assert broken and bits(again) == bits(whole)
         assert again.sampling == whole.sampling and again.manifest_digest == whole.manifest_digest
+
+
+@pytest.mark.parametrize("silent", ["info", "events"])
+async def test_a_lost_completion_of_a_gateway_that_is_gone(
+    tiny_qwen3_path: Path, monkeypatch: pytest.MonkeyPatch, silent: str
+) -> None:
+    """The gateway went with the last message: whatever is asked of the next one waits for it as the samples would."""
+    request = GenerateRequest("", PROMPT, sampling(max_tokens=20))
+    monkeypatch.setattr(resilient, "_FIRST_WAIT_S", 0.001)
+    async with tiny_service(tiny_qwen3_path) as (_, client):
+        whole = await generate_resumed(client, request)
+        events, info = client.events, client.info
+        failures: list[str] = []
+
+        def refuse(what: str, times: int) -> None:
+            if failures.count(what) < times:
+                failures.append(what)
+                raise ReplicaUnavailable("failed to connect to all addresses")
+
+        async def broken_events(asked: GenerateRequest) -> AsyncIterator[GenerateEvent]:
+            if "cut" in failures and silent == "events":
+                refuse("events", 3)
+            async for event in events(asked):
+                if isinstance(event, Completion):
+                    refuse("cut", 1)
+                yield event
+
+        async def broken_info(**options: bool) -> ServerInfo:
+            if silent == "info":
+                refuse("info", 3)
+            return await info(**options)
+
+        monkeypatch.setattr(client, "events", broken_events)
+        monkeypatch.setattr(client, "info", broken_info)
+        again = await soon(generate_resumed(client, request))
+        assert bits(again) == bits(whole) and again.sampling == whole.sampling
+        assert failures == ["cut", *[silent] * 3]
+        failures.clear()
+        with pytest.raises(ReplicaUnavailable):
+            await soon(generate_resumed(client, request, within_s=-1))
 
 
 async def test_without_a_seed_the_client_draws_one(tiny_qwen3_path: Path) -> None:
