@@ -88,12 +88,12 @@ class Engine:
         self.name = name
         self.weight_version = weight_version
         self.pages = PageAllocator(num_pages, PrefixIndex(_identity(model), weight_version) if prefix_cache else None)
-        self.scheduler = Scheduler(limits, self.pages)
         # Before the KV pages: what its probes need for a while is gone by then.
         self._decoder = model.kernels.decoder(model.hf, spec.context_length) if fused else None
         self.store = model.kernels.allocate_kv(
             KVLayout(spec.num_layers, num_pages, limits.page_size, spec.num_kv_heads, spec.head_dim, spec.dtype)
         )
+        self.scheduler = Scheduler(limits, self.pages, self.store.copy_rows)
         self._rules = model.vision.rules if model.vision is not None else None
         self._features = FeatureCache(model.vision) if model.vision is not None else None
         self._tokenizer = tokenizer

@@ -70,6 +70,12 @@ class PageAllocator:
         self._references[entry.page] = self._references.get(entry.page, 0) + 1
         return entry.page
 
+    def touch(self, entry: CachedPage) -> None:
+        """An indexed page was read: of those kept for reuse it is evicted last."""
+        assert self.index is not None and self.index.holds(entry), "a page that left the index cannot be read"
+        if entry.page in self._cached:
+            self._cached.move_to_end(entry.page)
+
     def release(self, pages: Sequence[int]) -> None:
         """One holder less for each page of a table; last page first, so that eviction cuts prefixes from the end."""
         for page in reversed(pages):

@@ -16,6 +16,8 @@ from rollout.errors import InvalidRequest, UnsupportedFeature
 from rollout.images import ImageInput, check_image
 
 Int64Array = npt.NDArray[np.int64]
+MARK = 5
+"""Numbers that ``Placement.marks`` says of an image: its place, then 32 bytes of digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Placement:
     def marks(self, first: int, last: int) -> tuple[int, ...]:
         """What tokens [first, last) are besides their ids: for every image in there, its place and its digest.
 
-        Together with the ids before and in the range it decides the content of a KV page.
+        Together with the ids before and in the range it decides the content of a KV page. ``MARK`` numbers an image.
         """
         marks: list[int] = []
         for span in self.spans:

@@ -1,8 +1,8 @@
 """Which rows the next step computes: every decoding sequence, then prefill chunks within a token budget.
 
 Continuous batching (Orca, Yu et al. 2022) with chunked prefill (Sarathi, Agrawal et al. 2023), preemption by recompute
-(vLLM, Kwon et al. 2023) and sharing of full prompt pages. The choice changes speed only: rows are independent, so no
-schedule changes a bit. docs/scheduling.md says why every sequence ends.
+(vLLM, Kwon et al. 2023) and reuse of equal prefixes (docs/prefix_cache.md). The choice changes speed only: rows are
+independent, so no schedule changes a bit. docs/scheduling.md says why every sequence ends.
 
 Who is admitted next is up to ``WaitingRoom``. Those admitted share the token budget in order of admission. Pages are
 taken as sequences grow; when none is left, the last in rank gives its pages up and waits in front of all that never
@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rollout.coming import ComingRows
 from rollout.errors import InvalidRequest
 from rollout.kvcache import PageAllocator
-from rollout.page_tables import PageTables
+from rollout.page_tables import CopyRows, PageTables
 from rollout.sequence import Sequence
 from rollout.shares import ClientShares
 from rollout.waiting import WaitingRoom
@@ -61,10 +61,11 @@ def _ticket(sequence: Sequence) -> int:
 class Scheduler:
     """Admission by priority and fair share, the budget by admission, preemption by rank."""
 
-    def __init__(self, limits: SchedulerLimits, pages: PageAllocator) -> None:
+    def __init__(self, limits: SchedulerLimits, pages: PageAllocator, copy_rows: CopyRows | None = None) -> None:
+        """Args: copy_rows: how rows get from page to page; None: only full pages are taken from others."""
         self.limits = limits
         self.pages = pages
-        self.tables = PageTables(pages, limits.page_size)
+        self.tables = PageTables(pages, limits.page_size, copy_rows)
         self.shares = ClientShares()
         most = limits.max_waiting
         per_client = limits.max_waiting_per_client
@@ -170,29 +171,14 @@ class Scheduler:
                 budget -= 1
             elif sequence.num_uncomputed > 1:
                 prefill.append(sequence)
-        coming: set[bytes] = set()
+        coming = ComingRows(self.tables)
         for sequence in prefill:
-            if budget > 0 and not self._comes(sequence, coming):
+            if budget > 0 and not coming.brings(sequence):
+                self.tables.copy(sequence)
                 counts[sequence] = min(sequence.num_uncomputed, self.limits.chunk_size, budget)
                 budget -= counts[sequence]
-                coming.update(self._filling(sequence, counts[sequence]))
+                coming.add(sequence, counts[sequence])
         return [(s, counts[s]) for s in self.running if s in counts]
-
-    def _comes(self, sequence: Sequence, coming: set[bytes]) -> bool:
-        """Whether one admitted before computes the very page that this one needs next: then it is worth waiting for."""
-        number, offset = divmod(sequence.num_computed, self.limits.page_size)
-        if offset or not coming or (number + 1) * self.limits.page_size > sequence.num_reusable:
-            return False
-        return self.tables.key(sequence, number) in coming
-
-    def _filling(self, sequence: Sequence, count: int) -> Iterator[bytes]:
-        """Content keys of the pages that the next ``count`` rows fill or begin, as far as their tokens are known."""
-        if self.pages.index is None:
-            return
-        size, first = self.limits.page_size, sequence.num_computed
-        last = min((first + count - 1) // size, len(sequence.token_ids) // size - 1)
-        for number in range(first // size, last + 1):
-            yield self.tables.key(sequence, number)
 
     def _take_pages(self, shares: list[tuple[Sequence, int]]) -> list[ScheduledRows]:
         """First in rank first, so that whoever is preempted on the way has no pages promised yet."""
@@ -230,15 +216,15 @@ class Scheduler:
             spoiled: its KV may be broken, so nobody else may find it in the cache.
         """
         if spoiled:
-            self.pages.forget(sequence.pages)
+            self.tables.distrust(sequence)
         next(q for q in (self.running, self.preempted, self.waiting) if sequence in q).remove(sequence)
-        self.tables.release(sequence)
+        self.tables.release(sequence, keep=not spoiled)
         self.shares.leave(sequence.client)
 
     def restart_kv(self, version: int) -> None:
         """Forget all KV, cached or held; what is computed from here on is of weight version ``version``."""
         for sequence in self.running:
-            self.tables.release(sequence)
+            self.tables.release(sequence, keep=False)
         self.pages.restart(version)
 
     def check(self) -> None:

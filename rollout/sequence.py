@@ -39,6 +39,8 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     chain: list[CachedPage] = field(default_factory=list)
     """index entries of the leading pages that are indexed; they are the first of ``pages``"""
+    tail_offered: bool = False
+    """whether its open page was indexed, as far as prefill came, since it last had none"""
     page_keys: list[bytes] = field(default_factory=list)
     """content keys of leading full pages, as far as anyone asked; valid under ``key_root``"""
     key_root: bytes = b""

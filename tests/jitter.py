@@ -266,6 +266,7 @@ class Tally:
     scored: int = 0
     preemptions: int = 0
     cached: int = 0
+    copied: int = 0
     aborts: int = 0
     resumes: int = 0
     updates: int = 0
@@ -412,6 +413,7 @@ class Life:
         for number, said in self.said.items():
             self._compare(number, said)
         self.tally.preemptions += self.engine.scheduler.num_preemptions
+        self.tally.copied += self.engine.scheduler.tables.num_copied
         self.tally.schedules += 1
         self.tally.differences += bool(self.differences)
 

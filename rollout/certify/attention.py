@@ -54,9 +54,21 @@ class _Pages:
         if seed is not None:
             order = torch.randperm(count + 3, generator=torch.Generator().manual_seed(seed))
         self.table = order[:count].to(torch.int32)
+        self.spare = int(order[count])
         position = torch.arange(len(inputs.k))
         slots = self.table[position // page].to(torch.int64) * page + position % page
         self.store.write(0, inputs.k, inputs.v, slots)
+
+    def with_copied_rows(self, inputs: _Inputs, n: int) -> _Pages:
+        """The same with n - 1 tokens' rows of the last page copied to another, where token n - 1 is then written."""
+        number, count = divmod(n - 1, self.store.layout.page_size)
+        self.store.copy_rows(int(self.table[number]), self.spare, count)
+        slot = torch.tensor([self.spare * self.store.layout.page_size + count])
+        self.store.write(0, inputs.k[n - 1 : n], inputs.v[n - 1 : n], slot)
+        other = copy.copy(self)
+        other.table = self.table.clone()
+        other.table[number] = self.spare
+        return other
 
     def attend(self, subject: Subject, inputs: _Inputs, rows: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         """Rows [first, last) of the sequence, each range as a sequence of its own in one call."""
@@ -111,6 +123,9 @@ def _around_edges(subject: Subject, inputs: _Inputs) -> Iterator[Outcome]:
     for n in subject.lengths:
         (alone,) = pages.attend(subject, inputs, [(n - 1, n)])
         yield compare(f"decode at {n} alone", alone, full[n - 1 : n])
+        if (n - 1) % subject.kernels.page_size:
+            (copied,) = pages.with_copied_rows(inputs, n).attend(subject, inputs, [(n - 1, n)])
+            yield compare(f"decode at {n} behind copied rows", copied, full[n - 1 : n])
     for rows in _CHUNKS:
         spans = [(n - rows, n) for n in subject.lengths if n >= rows]
         for (first, last), out in zip(spans, pages.attend(subject, inputs, spans), strict=True):

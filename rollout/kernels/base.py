@@ -74,6 +74,13 @@ class KVStore(ABC):
         """Store rows: key, value [T, H_kv, D]; slots int64 [T] = page * page_size + offset."""
 
     @abstractmethod
+    def copy_rows(self, source: int, target: int, count: int) -> None:
+        """The first ``count`` rows of page ``source``, of every layer, into page ``target``, as if written there.
+
+        What stands behind them in ``target`` is as unreadable as in a page that was just begun.
+        """
+
+    @abstractmethod
     def poison(self) -> None:
         """Fill everything with NaN: what is read without having been written then shows."""
 

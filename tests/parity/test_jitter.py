@@ -55,7 +55,7 @@ def test_random_schedules(rigs: tuple[Rig, Rig], total: Tally, part: int) -> Non
     jitter.check(rigs[part % 2], range(part * size, (part + 1) * size), tally)
     # Not vacuous: each part meets everything that may happen.
     assert tally.schedules == size and tally.differences == 0
-    assert min(tally.tokens // 10, tally.scored, tally.cached, tally.preemptions) > 100, str(tally)
+    assert min(tally.tokens // 10, tally.scored, tally.cached, tally.copied, tally.preemptions) > 100, str(tally)
     assert min(tally.aborts, tally.resumes, tally.updates) > 5, str(tally)
     for name, value in vars(tally).items():
         setattr(total, name, getattr(total, name) + value)

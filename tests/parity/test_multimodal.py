@@ -130,11 +130,12 @@ def test_the_prefix_cache_knows_pixels(exact: SharedModel, monkeypatch: pytest.M
     a, b, c = one_after_other(build_engine(exact))
     assert (a.bits(), b.bits(), c.bits()) == (wanted["a"].bits(), wanted["b"].bits(), wanted["a"].bits())
     cached = [one.summary.num_cached_tokens for one in (a, b, c) if one.summary is not None]
-    assert cached == [0, 16, 48], "the first page is text; the images begin in the second"
+    whole = len(first.prompt_ids) - 1
+    assert cached == [0, 21, whole], "20 tokens of text and the mark before an image, then pixels, in the second page"
     # Control: a cache that looks at ids alone serves the first image's pages to the second.
     monkeypatch.setattr(Placement, "marks", lambda *_: ())
     _, wrong, _ = one_after_other(build_engine(exact))
-    assert wrong.summary is not None and wrong.summary.num_cached_tokens == 48
+    assert wrong.summary is not None and wrong.summary.num_cached_tokens == whole
     assert wrong.bits() != wanted["b"].bits()
 
 

@@ -30,11 +30,13 @@ def test_zeros_and_nan_in_unused_slots_are_the_same(model: SharedModel) -> None:
 def poison_unused(engine: Engine) -> int:
     """NaN into every free page and into every slot past what a sequence has computed; returns the slots poisoned.
 
-    Pages kept for reuse are full and stay as they are.
+    Of pages kept for reuse the rows that are indexed stay as they are.
     """
     store, page_size = store_of(engine), engine.scheduler.limits.page_size
     used = torch.zeros(engine.pages.num_pages, page_size, dtype=torch.bool)
-    used[engine.pages.cached_pages] = True
+    for page in engine.pages.cached_pages:
+        assert engine.pages.index is not None
+        used[page, : engine.pages.index.rows_of(page)] = True
     for sequence in engine.scheduler.running:
         for position in range(sequence.num_computed):
             used[sequence.pages[position // page_size], position % page_size] = True

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from rollout.errors import CapacityExceeded
 from rollout.kvcache import PageAllocator
-from rollout.prefix_cache import CachedPage, PrefixIndex
+from rollout.prefix_cache import CachedPage, PageContent, PrefixIndex
 
 PAGES = 9
 
@@ -27,8 +27,8 @@ def index_of(pages: PageAllocator) -> PrefixIndex:
 
 def insert(pages: PageAllocator, parent: CachedPage | None, token: int, page: int) -> CachedPage | None:
     """Index ``page`` as holding one token after ``parent``."""
-    index = index_of(pages)
-    return index.insert(parent, index.key(parent.key if parent else index.root, (token,)), (token,), page)
+    index, content = index_of(pages), PageContent((token,))
+    return index.insert(parent, index.key(parent.key if parent else index.root, content), content, page)
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -63,7 +63,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         """Index the next page of a table, or share the page that holds the same already."""
         table, chain = data.draw(st.sampled_from([t for t in self.tables if len(t[0]) > len(t[1])]))
         parent, index = chain[-1] if chain else None, index_of(self.pages)
-        twin = index.find(parent, index.key(parent.key if parent else index.root, (token,)), (token,))
+        content = PageContent((token,))
+        twin = index.find(parent, index.key(parent.key if parent else index.root, content), content)
         at = len(chain)
         if twin is None:
             entry = insert(self.pages, parent, token, table[at])
@@ -132,7 +133,7 @@ def chain_of(pages: PageAllocator, *tokens: int) -> list[int]:
 
 
 def tokens_left(pages: PageAllocator) -> list[int]:
-    return [entry.token_ids[0] for entry in index_of(pages)]
+    return [entry.content.ids[0] for entry in index_of(pages)]
 
 
 def test_eviction_takes_the_least_recently_used_from_its_end() -> None:

@@ -42,6 +42,11 @@ class CpuKVStore(KVStore):
         # Two index tensors around a slice put the rows first: [T, H_kv, D] both.
         return self.keys[layer][page, :, :, offset].contiguous(), self.values[layer][page, :, offset].contiguous()
 
+    def copy_rows(self, source: int, target: int, count: int) -> None:
+        """Two strided copies."""
+        self.keys[:, target, ..., :count] = self.keys[:, source, ..., :count]
+        self.values[:, target, :, :count] = self.values[:, source, :, :count]
+
     def poison(self) -> None:
         """NaN in every slot of K and V."""
         self.keys.fill_(float("nan"))

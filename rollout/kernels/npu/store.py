@@ -53,6 +53,12 @@ class NpuKVStore(KVStore):
         )
         return keys, values
 
+    def copy_rows(self, source: int, target: int, count: int) -> None:
+        """On the device; what follows the rows is cleared, as in every page that was begun."""
+        for cache in (self.keys, self.values):
+            cache[:, target, :count] = cache[:, source, :count]
+            cache[:, target, count:] = 0
+
     def poison(self) -> None:
         """NaN in every slot."""
         self.keys.fill_(float("nan"))

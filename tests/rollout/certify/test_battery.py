@@ -18,6 +18,7 @@ from rollout.certify.subject import Family, Outcome, Subject, compare, count_une
 from rollout.errors import ParityError
 from rollout.kernels.base import Product
 from rollout.kernels.cpu.kernel_set import CpuKernelSet
+from rollout.kernels.cpu.store import CpuKVStore
 from rollout.model import SharedModel
 from tests.engines import fresh_model, torch_threads
 
@@ -92,6 +93,25 @@ def with_kernels(path: Path, kernels: CpuKernelSet) -> Subject:
 def test_attention_that_depends_on_the_batch_is_seen(tiny_qwen3_path: Path) -> None:
     result = run_family(attention.FAMILY, with_kernels(tiny_qwen3_path, ByBatch(16)))
     assert not result.holds and result.failures[0].startswith("decode at")
+
+
+@pytest.mark.parametrize("wrong", [-1, 1])
+def test_copied_rows_that_are_not_those_asked_for_are_seen(
+    tiny_qwen3_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: int
+) -> None:
+    """A row left out is NaN; rows one place off are another token's."""
+
+    def copy_rows(self: CpuKVStore, source: int, target: int, count: int) -> None:
+        if wrong < 0:
+            real(self, source, target, count - 1)
+        else:
+            self.keys[:, target, ..., :count] = self.keys[:, source, ..., :count].roll(1, -1)
+            self.values[:, target, :, :count] = self.values[:, source, :, :count]
+
+    real = CpuKVStore.copy_rows
+    monkeypatch.setattr(CpuKVStore, "copy_rows", copy_rows)
+    result = run_family(attention.FAMILY, with_kernels(tiny_qwen3_path, CpuKernelSet(16)))
+    assert result.failures and all("behind copied rows" in failure for failure in result.failures)
 
 
 def test_other_blocks_in_training_are_seen(tiny_qwen3_path: Path) -> None:

@@ -91,6 +91,22 @@ def test_kv_store() -> None:
         kernels.allocate_kv(KVLayout(1, 1, 32, 1, 8, torch.float32))
 
 
+@pytest.mark.parametrize("count", [1, 7, 15])
+def test_rows_are_copied_in_every_layer_and_nothing_behind_them(count: int) -> None:
+    store = CpuKernelSet(16).allocate_kv(KVLayout(2, 3, 16, 2, 8, torch.bfloat16))
+    store.poison()
+    rows = torch.arange(2 * 16 * 2 * 8, dtype=torch.bfloat16).view(2, 16, 2, 8)
+    for layer in range(2):
+        store.write(layer, rows[layer], -rows[layer], torch.arange(16) + 32)
+    store.copy_rows(2, 0, count)
+    for layer in range(2):
+        key, value = store.read(layer, torch.arange(16))
+        assert torch.equal(key[:count], rows[layer][:count]) and torch.equal(value[:count], -rows[layer][:count])
+        assert bool(key[count:].isnan().all()) and bool(value[count:].isnan().all())
+        assert torch.equal(store.read(layer, torch.arange(16) + 32)[0], rows[layer]), "the source is as it was"
+    assert bool(store.keys[:, 1].isnan().all())
+
+
 def test_providers_name_the_block() -> None:
     assert "block=16" in CpuKernelSet(16).providers()["attention"]
     assert CpuKernelSet(16).providers() != CpuKernelSet(32).providers()

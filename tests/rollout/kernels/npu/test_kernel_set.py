@@ -219,3 +219,17 @@ def test_reading_back() -> None:
     store.write(0, k, v, slots)
     got = store.read(0, slots)
     assert torch.equal(got[0], k) and torch.equal(got[1], v)
+
+
+@pytest.mark.parametrize("count", [1, 100, 127])
+def test_copied_rows_and_finite_slots_behind_them(count: int) -> None:
+    """A page is cleared where its first row is written; here none is."""
+    store = emulated().allocate_kv(layout())
+    store.poison()
+    slots = torch.arange(128)
+    k, v = rows(0, 128, 2, 16, torch.bfloat16), rows(1, 128, 2, 16, torch.bfloat16)
+    store.write(0, k, v, slots)
+    store.copy_rows(0, 2, count)
+    for got, written in zip(store.read(0, slots + 256), (k, v), strict=True):
+        assert torch.equal(got[:count], written[:count]) and not bool(got[count:].any())
+    assert bool(store.read(0, slots + 128)[0].isnan().all())

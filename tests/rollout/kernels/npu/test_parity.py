@@ -90,7 +90,7 @@ def test_prefix_hits(model: SharedModel) -> None:
     engine = build_engine(model, chunk=128, batch_tokens=256)
     first = run(engine, [sample(prompt, "a", max_tokens=3)])["a"]
     again = run(engine, [sample(prompt, "b", max_tokens=3), sample((*prompt[:256], 5, 6), "c", max_tokens=3)])
-    assert again["b"].summary is not None and again["b"].summary.num_cached_tokens == 256
+    assert again["b"].summary is not None and again["b"].summary.num_cached_tokens == 299
     assert again["b"].bits() == first.bits()
     alone = run(build_engine(model), [sample((*prompt[:256], 5, 6), "c", max_tokens=3)])["c"]
     assert again["c"].bits() == alone.bits()
@@ -171,9 +171,23 @@ def test_lengths_are_prepared_once_a_step(qwen3: SharedModel, monkeypatch: pytes
     assert qwen3.spec.num_layers == 2 and made == steps > 0
 
 
+def test_siblings_copy_the_prompts_last_page(qwen3: SharedModel) -> None:
+    """The prompt is computed once, of a page or of three, and every sample is as it is alone."""
+    for length in (60, 300):
+        prompt = random_prompt(length, 4)
+        requests = [sample(prompt, f"s{i}", i, max_tokens=4) for i in range(3)]
+        wanted = {r.sample_id: run(build_engine(qwen3), [r])[r.sample_id].bits() for r in requests}
+        engine = build_engine(qwen3)
+        engine.store.poison()
+        said = run(engine, requests)
+        assert {n: g.bits() for n, g in said.items()} == wanted
+        assert engine.num_rows == length + 2 + 3 * 3
+        assert engine.scheduler.tables.num_copied == 2 * ((length - 1) % 128)
+
+
 def test_poison_before_every_step(qwen3: SharedModel) -> None:
     """NaN in every free page: what is read without having been written shows."""
-    requests = requests_of((1, 100, 130, 260), tokens=5)
+    requests = [*requests_of((1, 100, 130, 260), tokens=5), sample(random_prompt(260, 260), "twin", 1, max_tokens=5)]
     wanted = {r.sample_id: run(build_engine(qwen3), [r])[r.sample_id].bits() for r in requests}
     engine, record = build_engine(qwen3, kv_tokens=1024, chunk=64, batch_tokens=80, running=2), Record()
     store = engine.store
@@ -183,7 +197,7 @@ def test_poison_before_every_step(qwen3: SharedModel) -> None:
 
     def poison(taken: int) -> None:
         held = {page for s in engine.scheduler.running for page in s.pages} | set(engine.pages.cached_pages)
-        free = torch.tensor([p for p in range(engine.pages.num_pages) if p not in held])
+        free = torch.tensor([p for p in range(engine.pages.num_pages) if p not in held], dtype=torch.int64)
         store.keys[:, free] = torch.nan
         store.values[:, free] = torch.nan
 
