@@ -78,7 +78,7 @@ class EngineSettings(_Section):
     )
     threads: int = Field(1, ge=1, le=1024, description="CPU threads of one engine.")
     chunk_size: int = Field(256, ge=1, description="Most prompt tokens of one sample in one step.")
-    prefix_cache: bool = Field(True, description="Whether full KV pages are shared and kept for equal prefixes.")
+    prefix_cache: bool = Field(True, description="Whether KV of equal prefixes is shared and kept.")
     activation_log: str | None = Field(
         None, description="File for digests of keys and values of every ended sample; {name}: the replica."
     )

@@ -20,13 +20,14 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from rollout.errors import InvalidRequest
 from rollout.types import Float32Array, TopLogprobs
+from rollout.whole_files import write_whole
 from trainer_bridge.jsonl_line import FORMAT, LineReader
 from trainer_bridge.rollout_record import RolloutRecord
 from trainer_bridge.wire.result import PromptScore
@@ -37,31 +38,17 @@ __all__ = ["FORMAT", "RolloutRecord", "decode", "encode", "read_rollouts", "writ
 def write_rollouts(path: str | os.PathLike[str], records: Iterable[RolloutRecord]) -> int:
     """Write a whole file and return the number of lines. It appears complete or not at all.
 
-    A device or a pipe, such as /dev/stdout, is written to as it is: to put a file in its place would remove it.
+    A device or a pipe, such as /dev/stdout, is written to as it is.
     """
-    target = Path(path)
-    if target.exists() and not target.is_file():
-        return _write_lines(target, records)
-    # Behind a link, and beside the file there: a rename does not cross file systems.
-    target = target.resolve()
-    partial = target.with_name(f"{target.name}.partial")
-    try:
-        count = _write_lines(partial, records)
-        partial.replace(target)
-    except BaseException:
-        # A disk that is full stays fuller by what nobody can read.
-        partial.unlink(missing_ok=True)
-        raise
-    return count
 
-
-def _write_lines(path: Path, records: Iterable[RolloutRecord]) -> int:
-    count = 0
-    with path.open("w", encoding="utf-8", newline="\n") as file:
+    def write(file: BinaryIO) -> int:
+        count = 0
         for record in records:
-            file.write(encode(record) + "\n")
+            file.write(encode(record).encode() + b"\n")
             count += 1
-    return count
+        return count
+
+    return write_whole(Path(path), write)
 
 
 def read_rollouts(path: str | os.PathLike[str]) -> Iterator[RolloutRecord]:

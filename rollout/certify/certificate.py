@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from rollout.assets import cache_root
 from rollout.errors import CertificateError
 from rollout.manifest import manifest_digest
 from rollout.manifest_diff import diff_manifests
+from rollout.whole_files import write_whole
 
 FORMAT = "zerodrift.certificate/1"
 WAY_OUT = "run `zerodrift certify` on this machine with the same settings"
@@ -91,15 +91,7 @@ def default_path(digest: str) -> Path:
 def write_certificate(certificate: Certificate, path: Path) -> None:
     """Write whole or not at all; a device or a pipe, such as /dev/stdout, is written to as it is."""
     text = json.dumps(certificate.to_json(), indent=1) + "\n"
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
-        return
-    # Behind a link, and beside the file there.
-    path = path.resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, lambda file: file.write(text.encode()), parents=True)
 
 
 def read_certificate(path: Path) -> Certificate:
