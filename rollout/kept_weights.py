@@ -11,8 +11,6 @@ from rollout.slot import Slot
 from rollout.types import ReplicaDigests, TensorChunk, UpdatePolicy, WeightState, WeightUpdate
 from rollout.weight_export import ExportPlace
 
-_BUCKET_BYTES = 32 * 1024 * 1024
-
 
 @dataclass(frozen=True, slots=True)
 class SentBucket:
@@ -51,8 +49,11 @@ def kept(update: WeightUpdate, digest: str, state: WeightState, buckets: list[Se
     return KeptWeights(replace(update, digest=digest, policy=UpdatePolicy.ABORT), state, tuple(buckets))
 
 
-async def copy_weights(donor: Slot, newcomer: Replica, target: WeightState) -> None:
+async def copy_weights(donor: Slot, newcomer: Replica, target: WeightState, bucket_bytes: int) -> None:
     """Bucket by bucket from a replica that serves ``target``, digest checked at the end. Caller holds off updates.
+
+    Args:
+        bucket_bytes: most at a time.
 
     Raises:
         WeightUpdateError: the copy is not what the donor serves. ReplicaUnavailable: one of the two is gone.
@@ -64,7 +65,7 @@ async def copy_weights(donor: Slot, newcomer: Replica, target: WeightState) -> N
     place: ExportPlace | None = ExportPlace()
     while place is not None:
         chunks: list[TensorChunk]
-        chunks, place = await donor.call("export", place, _BUCKET_BYTES)
+        chunks, place = await donor.call("export", place, bucket_bytes)
         await newcomer.call("stage_chunks", chunks)
     await _switch(newcomer, target, donor.name)
 

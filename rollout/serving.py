@@ -137,7 +137,9 @@ def _supervisor(pool: Pool, settings: Settings, path: Path, owner: str, in_proce
 
     # A worker in this process shares its fate: there is nothing to start again.
     attempts = 0 if in_process else settings.worker.max_restarts
-    return Supervisor(pool, make, RestartLimits(settings.worker.start_timeout_s, attempts))
+    return Supervisor(
+        pool, make, RestartLimits(settings.worker.start_timeout_s, attempts, settings.weights.bucket_bytes)
+    )
 
 
 def _further(

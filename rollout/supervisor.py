@@ -41,6 +41,8 @@ class RestartLimits:
     """seconds to load, and again to get the present weights"""
     attempts: int
     """failed starts in a row after which a replica stays out; 0: it is never started again"""
+    bucket_bytes: int
+    """of weights, most that goes to a newcomer at a time"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,7 @@ class Supervisor:
         """Bring it to the weights being served; returns why it must not serve, "" when it may."""
         donor = await self._donor(target)
         if donor is not None:
-            await copy_weights(donor, newcomer, target)
+            await copy_weights(donor, newcomer, target, self._limits.bucket_bytes)
             return ""
         if info.weights.version >= target.version:
             raise ParityError(

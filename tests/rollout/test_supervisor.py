@@ -60,7 +60,7 @@ async def supervised(
     pool = Pool(replicas, settings, "tiny", None, keep_weights=keep_weights)
     await pool.start()
     makers = Makers(path)
-    supervisor = Supervisor(pool, makers, RestartLimits(60.0, attempts))
+    supervisor = Supervisor(pool, makers, RestartLimits(60.0, attempts, 4096))
     supervisor.start()
     try:
         yield pool, supervisor, makers
@@ -295,8 +295,8 @@ async def test_a_copy_that_differs_is_refused(tiny_qwen3_path: Path) -> None:
         worker = await asyncio.to_thread(Worker, tiny_settings(tiny_qwen3_path), str(tiny_qwen3_path), "w9")
         newcomer = LocalReplica(worker, "w9")
         with pytest.raises(Exception, match="digest"):
-            await copy_weights(donor, newcomer, WeightState(1, "00" * 32))
+            await copy_weights(donor, newcomer, WeightState(1, "00" * 32), 1 << 20)
         await newcomer.call("release")
-        await copy_weights(donor, newcomer, state)
+        await copy_weights(donor, newcomer, state, 4096)
         assert (await newcomer.call("info")).weights == state
         await newcomer.stop()

@@ -23,7 +23,7 @@ from numba.core import types
 
 from rollout.kernels.cpu.compiler import carray, cgutils, intrinsic
 from rollout.kernels.cpu.pack import PACK_FIELDS, PANEL, pack_entry
-from rollout.kernels.cpu.prefetch import call_line
+from rollout.kernels.cpu.prefetch import LINE, call_line
 from rollout.kernels.cpu.team import Call, entry, pointer, take_jobs
 from rollout.kernels.cpu.vector import FLOATS, WIDTH, constant, index, matrices, put, row_of, splat, take
 
@@ -32,7 +32,8 @@ BLOCKS = (512, 1024)
 ROWS = 96
 """Rows of one job: they and a panel stay in a core's cache"""
 _VECTORS = PANEL // WIDTH
-_LINE = 16
+_LINE = LINE // 4
+"""Pairs of a cache line."""
 _LINES_A_PAIR = PANEL // _LINE
 _WORTH_A_THREAD = 65536
 _PAIRS = ir.VectorType(ir.IntType(32), WIDTH)
