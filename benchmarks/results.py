@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 from benchmarks.catalogue import BASELINE
 from benchmarks.runner import Measurement
 from benchmarks.workloads import Workload
+from rollout.whole_files import write_whole
 
 Turn = tuple[Measurement, Measurement]
 """zerodrift's and the other's measurement of the same job, taken one after the other."""
@@ -107,12 +107,10 @@ class Results:
 
     def save(self, path: Path) -> None:
         """Replace the file as a whole, so that an interrupted run leaves the last state."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         used = {pair.session for pair in self.pairs.values()}
         self.sessions = {key: value for key, value in self.sessions.items() if key in used}
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        os.replace(scratch, path)
+        text = json.dumps(asdict(self), indent=1) + "\n"
+        write_whole(path, lambda file: file.write(text.encode()), parents=True)
 
 
 def load_results(path: Path) -> Results:
