@@ -143,7 +143,7 @@ lint: setup ## ruff, mypy, import order, buf, freshness of generated files
 	@out=$$(mktemp -d); trap 'rm -rf "$$out"' EXIT; \
 	$(PROTOC) --python_out="$$out" --mypy_out="$$out" --grpc_python_out="$$out" --mypy_grpc_out="$$out" $(PROTO); \
 	diff -r -x __init__.py -x __pycache__ "$$out/rollout/v1" rollout/v1 || { echo "rollout/v1 is not current: make proto"; exit 1; }
-	@$(BIN)/python -m rollout.config | diff -q - configs/schema.json || { echo "configs/schema.json is not current: make schema"; exit 1; }
+	@$(BIN)/python -m rollout.config | diff - configs/schema.json || { echo "configs/schema.json is not current: make schema"; exit 1; }
 
 fix: setup ## what ruff can mend by itself
 	@$(BIN)/ruff check --fix

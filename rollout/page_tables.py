@@ -58,11 +58,10 @@ class PageTables:
         """Indexed pages that the sequence can use next: the longest contiguous run from ``num_computed`` on."""
         found: list[CachedPage] = []
         index = self.pages.index
-        first = len(sequence.chain)
-        if index is None or sequence.num_computed != first * self.page_size:
+        if index is None or not self._may_take(sequence):
             return found
-        parent = sequence.chain[-1] if sequence.chain else None
-        for number in range(first, sequence.num_reusable // self.page_size):
+        parent = _last(sequence)
+        for number in range(len(sequence.chain), sequence.num_reusable // self.page_size):
             entry = index.find(parent, self.key(sequence, number), self.content(sequence, number))
             if entry is None:
                 break
@@ -72,9 +71,6 @@ class PageTables:
 
     def adopt(self, sequence: Sequence) -> None:
         """Put the hits into the sequence's table and count their tokens as computed."""
-        # A table that already reaches past num_computed has rows of its own there.
-        if len(sequence.pages) != len(sequence.chain):
-            return
         self._note_version(sequence)
         for entry in self.hits(sequence):
             sequence.pages.append(self.pages.share(entry))
@@ -83,21 +79,18 @@ class PageTables:
 
     def next_rows(self, sequence: Sequence) -> PageContent | None:
         """Of the page that the sequence is about to begin, the rows that it may take; None: there are none."""
-        number, offset = divmod(sequence.num_computed, self.page_size)
-        full = (number + 1) * self.page_size
+        if not self._may_take(sequence):
+            return None
+        full = sequence.num_computed + self.page_size
         end = min(sequence.num_reusable, full)
-        if offset or end <= sequence.num_computed or self.pages.index is None:
+        if end <= sequence.num_computed or (self._copy_rows is None and end < full):
             return None
-        if self._copy_rows is None and end < full:
-            return None
-        return self.content(sequence, number, end)
+        return self.content(sequence, len(sequence.chain), end)
 
     def nearest(self, sequence: Sequence, rows: PageContent) -> tuple[CachedPage, int] | None:
         """The indexed page that begins like ``rows``, which the sequence needs next, longest; and how many agree."""
-        # A table that already reaches past num_computed has rows of its own there.
-        if self.pages.index is None or len(sequence.pages) != len(sequence.chain):
-            return None
-        return self.pages.index.nearest(sequence.chain[-1] if sequence.chain else None, rows)
+        index = self.pages.index
+        return None if index is None else index.nearest(_last(sequence), rows)
 
     def copy(self, sequence: Sequence) -> None:
         """Begin the sequence's next page with the rows of the indexed page that agrees longest, if one does."""
@@ -115,6 +108,12 @@ class PageTables:
         self.num_copied += count
         sequence.pages.append(page)
         self._count_taken(sequence, count)
+
+    def _may_take(self, sequence: Sequence) -> bool:
+        """Whether it is about to begin a page, after indexed ones alone: else it has rows of its own there."""
+        indexed = len(sequence.chain)
+        at_start = len(sequence.pages) == indexed and sequence.num_computed == indexed * self.page_size
+        return at_start and self.pages.index is not None
 
     @staticmethod
     def _count_taken(sequence: Sequence, count: int) -> None:
@@ -135,7 +134,7 @@ class PageTables:
         if index is None or sequence.kv_version != index.version:
             return
         for number in range(len(sequence.chain), sequence.num_computed // self.page_size):
-            parent = sequence.chain[-1] if sequence.chain else None
+            parent = _last(sequence)
             key, content, page = self.key(sequence, number), self.content(sequence, number), sequence.pages[number]
             if index.has_page(page):
                 index.remove(page)  # its first rows alone, from when it was open
@@ -164,9 +163,8 @@ class PageTables:
         page = sequence.pages[number]
         if index.has_page(page):
             index.remove(page)
-        before = sequence.chain[-1] if sequence.chain else None
         content = self.content(sequence, number, sequence.num_computed)
-        index.insert(before, index.key(before.key if before else index.root, content), content, page)
+        index.insert(_last(sequence), index.key(self.key(sequence, number - 1), content), content, page)
 
     def distrust(self, sequence: Sequence) -> None:
         """Never serve anyone what the sequence read or wrote: its pages, and all that it may have copied from."""
@@ -211,3 +209,8 @@ class PageTables:
                 assert self.pages.references(page) == 1, f"page {page} is shared while it is written"
                 computed = max(0, sequence.num_computed - number * self.page_size)
                 assert index is None or index.rows_of(page) <= computed, f"page {page} is indexed early"
+
+
+def _last(sequence: Sequence) -> CachedPage | None:
+    """Entry of the last of its leading pages that are indexed."""
+    return sequence.chain[-1] if sequence.chain else None

@@ -170,6 +170,7 @@ class PrefixIndex:
         """Raise AssertionError unless keys, pages, parents and followers agree."""
         assert {id(e) for e in self._by_key.values()} == {id(e) for e in self._by_page.values()}, "index halves differ"
         seen: set[int] = set()
+        after: dict[int, list[CachedPage]] = {}
         for key, entry in self._by_key.items():
             assert entry.key == key and self._by_page.get(entry.page) is entry, f"page {entry.page} is misfiled"
             assert entry.version == self.version, f"page {entry.page} is of version {entry.version}, not {self.version}"
@@ -179,7 +180,7 @@ class PrefixIndex:
                 before = entry.parent.key
             assert self.key(before, entry.content) == key, f"the key of page {entry.page} is not its content's"
             seen.add(id(entry))
+            after.setdefault(id(entry.parent), []).append(entry)
         for parent in (None, *self):
-            beside = self._after(parent)
-            after = [entry for entry in self if entry.parent is parent]
-            assert beside == sorted(after, key=_content), f"followers of {parent and parent.page} are not in order"
+            followers = sorted(after.get(id(parent), []), key=_content)
+            assert self._after(parent) == followers, f"followers of {parent and parent.page} are not in order"

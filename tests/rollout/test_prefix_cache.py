@@ -1,4 +1,4 @@
-"""The content index of full pages: a hit needs equal content, version and the very parent, whatever the hash says."""
+"""The content index of pages: a hit needs equal content, version and the very parent, whatever the hash says."""
 
 from __future__ import annotations
 
