@@ -12,60 +12,14 @@ from math import prod
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from rollout.errors import ParityError, WeightUpdateError
 from rollout.model import SharedModel
 from rollout.types import TensorChunk, WeightState, WeightUpdate
+from rollout.weight_bytes import Bytes, all_finite, blocks_of, copied, element_width, same_bytes
 from rollout.weight_names import Meaning, NameRules
 from rollout.weights import TensorHasher, byte_view, dtype_name, host_bytes, root_digest, tensor_bytes
-
-Bytes = npt.NDArray[np.uint8]
-_EXPONENTS: dict[str, tuple[Any, Any, int]] = {
-    "bfloat16": (np.int16, np.uint16, 0x7F80),
-    "float16": (np.int16, np.uint16, 0x7C00),
-    "float32": (np.int32, np.uint32, 0x7F800000),
-    "float64": (np.int64, np.uint64, 0x7FF0000000000000),
-}
-"""dtype -> (bits as a signed and as an unsigned number, those of infinity)"""
-_BLOCK = 1 << 18
-"""Bytes looked at together: one reader after the other finds them in the cache."""
-
-
-def all_finite(data: Bytes, dtype: str) -> bool:
-    """Whether the elements [n] in these bytes hold neither NaN nor infinity; whole elements only."""
-    if dtype not in _EXPONENTS or not data.size:
-        return True
-    signed, unsigned, infinity = _EXPONENTS[dtype]
-    # From infinity on: the largest of the positive numbers as signed bits, and of the negative ones as unsigned.
-    negative = infinity + np.iinfo(signed).max + 1
-    return bool(data.view(signed).max() < infinity and data.view(unsigned).max() < negative)
-
-
-def blocks_of(data: Bytes) -> Iterator[Bytes]:
-    """The bytes [n] in parts that stay in a cache."""
-    return (data[at : at + _BLOCK] for at in range(0, data.size, _BLOCK))
-
-
-def same_bytes(one: Bytes, other: Bytes) -> bool:
-    """Whether two arrays [n] hold the same bytes."""
-    pairs = zip(blocks_of(one), blocks_of(other), strict=True)
-    return one.size == other.size and all(_equal(a, b) for a, b in pairs)
-
-
-def _equal(one: Bytes, other: Bytes) -> bool:
-    # numpy takes the minimum of numbers by vectors, and "all" of truth values one by one.
-    return bool((one == other).view(np.uint8).min(initial=1))
-
-
-def copied(source: Bytes, target: Bytes, back: Bytes) -> bool:
-    """Write ``source`` [n] into ``target`` [n]; whether ``back`` [n], another view of that memory, then holds it."""
-    for block, into, read in zip(*map(blocks_of, (source, target, back)), strict=True):
-        into[:] = block
-        if not _equal(read, block):
-            return False
-    return True
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +47,7 @@ class _Incoming:
         if self.received > self.size:
             self.check_coverage()
         in_order = offset == self.hashed
-        width = np.dtype(_EXPONENTS[self.dtype][0]).itemsize if self.dtype in _EXPONENTS else 1
+        width = element_width(self.dtype)
         cut = bool(offset % width or data.size % width)
         self.unchecked = self.unchecked or cut
         for block in blocks_of(data):
