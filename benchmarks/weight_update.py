@@ -36,8 +36,10 @@ from rollout.serving import Service, running_service
 from rollout.weights import tensor_bytes
 
 SOURCES = ("stream", "ray", "folder")
+COPIES = {"copy": 1, "copies": 2}
+"""what -> plain copies, one after the other: to one receiver, and to as many as there are replicas"""
 TARGET = 0.5
-"""of the plain copy's speed, over gRPC"""
+"""of the speed of one plain copy, over gRPC"""
 _PIECE = 4 << 20
 Tensors = dict[str, torch.Tensor]
 
@@ -99,8 +101,9 @@ class Trainer:
     def timed(self, what: str) -> float:
         """Seconds of one copy or update."""
         start = time.perf_counter()
-        if what == "copy":
-            plain_copy(self._sets[0], self._port)
+        if what in COPIES:
+            for _ in range(COPIES[what]):
+                plain_copy(self._sets[0], self._port)
             return time.perf_counter() - start
         self._version += 1
         tensors = self._sets[self._version % 2]
@@ -153,7 +156,7 @@ async def measure(path: Path, root: Path, rounds: int, threads: int, sources: li
             "weights": {"root": str(root)},
         }
     )
-    taken: dict[str, list[float]] = {what: [] for what in ("copy", *sources)}
+    taken: dict[str, list[float]] = {what: [] for what in (*COPIES, *sources)}
     async with running_service(settings) as service, cast(path, service, root) as orders:
         size = await asyncio.to_thread(orders.recv)
         for number in range(rounds + 1):
@@ -166,24 +169,30 @@ async def measure(path: Path, root: Path, rounds: int, threads: int, sources: li
 
 
 def report(found: dict[str, Any], console: Console) -> float:
-    """The table; returns the stream's share of the plain copy's speed, median of paired rounds."""
+    """The table; returns the stream's share of one plain copy's speed, median of paired rounds."""
     size, taken = found["bytes"], found["seconds"]
     table = Table(title=f"{size / 1e6:.0f} MB to 2 replicas", title_justify="left")
-    for name in ("", "seconds, median", "range", "GB/s", "share of the copy's speed"):
+    for name in ("", "seconds, median", "range", "GB/s", "of one copy's speed", "of two copies'"):
         table.add_column(name, justify="right" if name else "left")
-    shares: dict[str, float] = {}
+    found["shares"], found["shares_of_two"] = shares, of_two = {}, {}
     for what, seconds in taken.items():
-        paired = [copy / one for copy, one in zip(taken["copy"], seconds, strict=True)]
-        shares[what] = statistics.median(paired)
         middle = statistics.median(seconds)
-        table.add_row(
-            "plain copy over loopback, once" if what == "copy" else f"update, {what}",
-            f"{middle:.3f}", f"{min(seconds):.3f}-{max(seconds):.3f}", f"{size / middle / 1e9:.2f}",
-            "" if what == "copy" else f"{shares[what]:.0%} ({min(paired):.0%}-{max(paired):.0%})",
-        )  # fmt: skip
+        shown = f"{middle:.3f}", f"{min(seconds):.3f}-{max(seconds):.3f}", f"{size / middle / 1e9:.2f}"
+        if what in COPIES:
+            table.add_row(f"plain copy over loopback, {('once', 'twice')[COPIES[what] - 1]}", *shown, "", "")
+            continue
+        shares[what], words = share(taken["copy"], seconds)
+        of_two[what], words_of_two = share(taken["copies"], seconds)
+        table.add_row(f"update, {what}", *shown, words, words_of_two)
     console.print(table)
-    found["shares"] = shares
     return shares.get("stream", 1.0)
+
+
+def share(copies: list[float], seconds: list[float]) -> tuple[float, str]:
+    """Median of paired rounds' shares, and in words with the range."""
+    paired = [copy / one for copy, one in zip(copies, seconds, strict=True)]
+    middle = statistics.median(paired)
+    return middle, f"{middle:.0%} ({min(paired):.0%}-{max(paired):.0%})"
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Bytes of weights, looked at and copied by compiled loops, in parts that stay in a cache.
 
-Every byte of an update passes here several times, so a pass must not write what it finds to memory first, as numpy's do.
+Every byte of an update passes here several times, so a pass must not write what it finds to memory, as numpy does.
 """
 
 from __future__ import annotations
