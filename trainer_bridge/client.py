@@ -28,10 +28,12 @@ from trainer_bridge.wire import (
     DEFAULT_BUCKET_BYTES,
     Assembler,
     GenerateResult,
-    NamedTensor,
+    NamedTensors,
+    Outgoing,
     call_metadata,
     check_scores,
     folder_update,
+    named_tensors,
     plan_update,
     translated,
     update_messages,
@@ -152,7 +154,7 @@ class RolloutClient:
 
     def update_weights(
         self,
-        tensors: Iterable[NamedTensor],
+        tensors: NamedTensors,
         *,
         version: int,
         digest: str | None = None,
@@ -163,14 +165,14 @@ class RolloutClient:
         """Send a full weight set; every replica serves it when this returns, or none does and it raises.
 
         Args:
-            tensors: (name, numpy array or torch tensor).
+            tensors: pairs of name and numpy array or torch tensor, or a mapping.
             version: must exceed the version being served.
             digest: root digest; computed while the tensors are sent when None.
             policy: what to do with requests in flight.
             bucket_bytes: tensor bytes a message.
             allow_nonfinite: whether NaN and infinity may be served; refused else.
         """
-        listed = list(tensors)
+        listed = named_tensors(tensors)
         update = plan_update(listed, version=version, digest=digest, policy=policy, allow_nonfinite=allow_nonfinite)
         return self.send_update(update_messages(update, listed, bucket_bytes))
 
@@ -189,9 +191,10 @@ class RolloutClient:
 
     def send_update(self, messages: Iterator[bytes]) -> WeightState:
         """One update as the serialized messages of its stream."""
-        with translated():
+        outgoing = Outgoing(messages)
+        with outgoing.sent(), translated():
             update: Any = self._stub.UpdateWeights
-            response: pb.UpdateWeightsResponse = update(messages, timeout=self._timeout_s)
+            response: pb.UpdateWeightsResponse = update(outgoing, timeout=self._timeout_s)
         return codec.weights_from_proto(response.weights)
 
     def abort(self, request_id: str = "", *, all_requests: bool = False) -> int:

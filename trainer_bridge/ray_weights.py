@@ -8,7 +8,7 @@ Example:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
@@ -21,7 +21,7 @@ from rollout.errors import WeightUpdateError
 from rollout.types import UpdatePolicy, WeightState, WeightUpdate
 from rollout.weight_transfer import TransferActor
 from trainer_bridge.client import RolloutClient
-from trainer_bridge.wire import NamedTensor, cut, end_of, plan_update
+from trainer_bridge.wire import NamedTensor, NamedTensors, cut, end_of, named_tensors, plan_update
 
 DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
 _OFFER_S = 1.0
@@ -57,7 +57,7 @@ class RayWeights:
 
     def push(
         self,
-        tensors: Iterable[NamedTensor],
+        tensors: NamedTensors,
         *,
         version: int,
         policy: UpdatePolicy = UpdatePolicy.WAIT,
@@ -69,7 +69,7 @@ class RayWeights:
         Raises:
             RolloutError: as the service raised it; WeightUpdateError: the actor that hands out buckets died.
         """
-        listed = list(tensors)
+        listed = named_tensors(tensors)
         self._pushes += 1
         transfer = f"{self._name}/{self._pushes}"
         update = plan_update(

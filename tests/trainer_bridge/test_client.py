@@ -290,12 +290,83 @@ class TestUpdateWeights:
                 target.extend(chunk.data)
         assert rebuilt == {name: bytearray(array.tobytes()) for name, array in tensors}
 
-    def test_refused_before_anything_is_sent(self) -> None:
+    def test_a_bucket_without_room(self) -> None:
         a = ("a", np.zeros(1, np.float32))
-        with pytest.raises(InvalidRequest, match="named twice: a"):
-            plan_update([a, a], version=1, digest="ab", policy=UpdatePolicy.WAIT)
-        with pytest.raises(InvalidRequest, match="complex64"):
-            plan_update([("c", np.zeros(1, np.complex64))], version=1, digest="ab", policy=UpdatePolicy.WAIT)
         update = plan_update([a], version=1, digest="ab", policy=UpdatePolicy.WAIT)
         with pytest.raises(InvalidRequest, match="bucket_bytes = 0"):
             parsed_messages(update, [a], 0)
+
+
+class Waiting(FakeBackend):
+    """Answers nothing before ``test`` is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = asyncio.Semaphore(0)
+
+    async def _wait(self) -> None:
+        self.asked.release()
+        await asyncio.Event().wait()
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Any]:
+        async for event in super().generate(request):
+            yield event
+            await self._wait()
+
+    async def score(self, request: Any) -> Any:
+        await self._wait()
+
+    async def update_weights(self, update: Any, parts: Any) -> Any:
+        await self._wait()
+
+
+class TestAClosedClient:
+    """Closing ends what runs by an error: a CancelledError would stop the caller as if its own task were cancelled."""
+
+    def calls(self, client: Any) -> list[Callable[[], Any]]:
+        return [
+            lambda: client.generate([5, 6], SAMPLING),
+            lambda: client.score([ScoreSequence((5, 6, 7), 1)]),
+            lambda: client.update_weights([("a", np.zeros(3, np.float32))], version=2),
+        ]
+
+    @pytest.mark.parametrize("number", [0, 1, 2])
+    async def test_ends_its_calls_and_takes_no_more(self, number: int) -> None:
+        backend = Waiting()
+        async with serving(backend) as server:
+            client = AsyncRolloutClient(address(server), timeout_s=30)
+            call = self.calls(client)[number]
+            running = asyncio.ensure_future(call())
+            await backend.asked.acquire()
+            await client.close()
+            with pytest.raises(RequestAborted, match="this client was closed"):
+                await running
+            with pytest.raises(RequestAborted, match="this client was closed"):
+                await call()
+
+    @pytest.mark.parametrize("number", [0, 1, 2])
+    async def test_the_same_of_the_blocking_one(self, number: int) -> None:
+        backend = Waiting()
+        async with serving(backend) as server:
+            client = RolloutClient(address(server), timeout_s=30)
+            call = self.calls(client)[number]
+            running = asyncio.create_task(asyncio.to_thread(call))
+            await backend.asked.acquire()
+            client.close()
+            with pytest.raises(RequestAborted, match="this client was closed"):
+                await running
+            with pytest.raises(RequestAborted, match="this client was closed"):
+                await asyncio.to_thread(call)
+
+    async def test_a_cancelled_caller_is_told_so(self) -> None:
+        backend = Waiting()
+        async with serving(backend) as server, AsyncRolloutClient(address(server), timeout_s=30) as client:
+            for call in self.calls(client):
+                running = asyncio.ensure_future(call())
+                await backend.asked.acquire()
+                running.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await running
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0):
+                        await call()

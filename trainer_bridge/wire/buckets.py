@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from rollout import codec
 from rollout.errors import InvalidRequest
 from rollout.types import TensorChunk, UpdateEnd, UpdatePolicy, WeightUpdate
+from trainer_bridge.wire.tensors import NamedTensor, layout, raw_bytes
 
 DEFAULT_BUCKET_BYTES = 1024 * 1024
 """Small enough for memory that was just freed: what is asked of the system anew costs more than the copies."""
-
-NamedTensor = tuple[str, Any]
-"""Name and value: a numpy array or a torch tensor on any device."""
 
 
 def plan_update(
@@ -32,19 +26,9 @@ def plan_update(
 ) -> WeightUpdate:
     """Head of the update. Without a digest the end of the stream carries it, computed while the tensors are sent.
 
-    Raises:
-        InvalidRequest: a name comes twice, or a dtype has no wire type.
+    Args:
+        tensors: from ``named_tensors``.
     """
-    names = [name for name, _ in tensors]
-    if len(set(names)) != len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise InvalidRequest(f"tensors named twice: {', '.join(twice)}; send each parameter once", field="tensors")
-    for name, value in tensors:
-        dtype, _ = layout(value)
-        if dtype not in codec.DTYPES:
-            raise InvalidRequest(
-                f"{name} is {dtype}; an update carries {', '.join(sorted(codec.DTYPES))}", field=f"tensors.{name}"
-            )
     return WeightUpdate(
         version=version,
         digest=digest or "",
@@ -148,22 +132,3 @@ def cut(
             digests[name] = hasher.digest()
     if bucket:
         yield bucket
-
-
-def layout(value: Any) -> tuple[str, tuple[int, ...]]:
-    """Dtype name (torch's, without prefix) and shape."""
-    dtype = value.dtype.name if isinstance(value, np.ndarray) else str(value.dtype).removeprefix("torch.")
-    return dtype, tuple(int(size) for size in value.shape)
-
-
-def raw_bytes(value: Any) -> npt.NDArray[np.uint8]:
-    """Little-endian, C-order bytes [nbytes]; no copy where the value already lies so in host memory."""
-    if isinstance(value, np.ndarray):
-        array = np.ascontiguousarray(value).reshape(-1)
-        if array.dtype.byteorder == ">":
-            array = array.astype(array.dtype.newbyteorder("<"))
-        return array.view(np.uint8)
-    import torch
-
-    flat: npt.NDArray[np.uint8] = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return flat

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import cast
 
 import grpc
+import grpc.aio
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -45,13 +47,40 @@ _BY_CODE: dict[grpc.StatusCode, type[RolloutError]] = {
 _METADATA_VALUE = re.compile(r"[\x21-\x7e]{1,128}")
 
 
+_CLOSED = "this client was closed; make another one"
+_CHANNEL_CLOSED = ("Channel closed", "closed channel")
+"""In what grpc says of it, as a status or as a ValueError."""
+
+
 @contextmanager
 def translated() -> Iterator[None]:
-    """Raise ``grpc.RpcError`` of the body as the error the service meant; the original is its cause."""
+    """Raise what gRPC raises in the body as the error the service meant; the original is its cause.
+
+    Where this side ended the call by closing the client, that is ``RequestAborted``. grpc.aio then raises
+    CancelledError, which would look to the caller as if somebody had cancelled its task; only where somebody has, it
+    stays one.
+    """
     try:
         yield
     except grpc.RpcError as error:
         raise error_of(error) from error
+    except grpc.aio.UsageError as error:
+        raise RequestAborted(_CLOSED) from error
+    except ValueError as error:
+        if not any(words in str(error) for words in _CHANNEL_CLOSED):
+            raise
+        raise RequestAborted(_CLOSED) from error
+    except asyncio.CancelledError as error:
+        if _task_cancelled():
+            raise
+        raise RequestAborted(_CLOSED) from error
+
+
+def _task_cancelled() -> bool:
+    with suppress(RuntimeError):
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+    return False
 
 
 def error_of(error: grpc.RpcError) -> RolloutError:
@@ -71,6 +100,8 @@ def error_of(error: grpc.RpcError) -> RolloutError:
         return InvalidRequest(f"{message}; send less in one message, or raise max_message_bytes on the receiving side")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return RequestAborted(f"{message or 'deadline exceeded'}; raise the client's timeout_s")
+    if code is grpc.StatusCode.CANCELLED and any(words in message for words in _CHANNEL_CLOSED):
+        return RequestAborted(_CLOSED)
     return _BY_CODE.get(code, RolloutError)(f"{code.name}: {message}")
 
 
