@@ -48,9 +48,24 @@ def freeze(record: object, name: str, dtype: type[np.generic], length: int | Non
 def _as_mask(value: npt.NDArray[Any] | None, where: str) -> npt.NDArray[Any] | None:
     if not isinstance(value, np.ndarray) or value.dtype != np.uint8:
         return value
-    if value.size and value.max() > 1:
-        raise InvalidRequest(f"{where}: mask holds {int(value.max())}; only 0 and 1 are defined", field="mask")
-    return value.astype(np.bool_)
+    return binary_mask(value, where)
+
+
+def binary_mask(values: npt.ArrayLike, where: str) -> Mask:
+    """A mask of any numeric type as bool, of the same shape.
+
+    Raises:
+        InvalidRequest: anything but 0 and 1, NaN included: what half a token means is not defined.
+    """
+    array = np.asarray(values)
+    if array.dtype == np.bool_ or not array.size:
+        return array.astype(np.bool_)
+    if array.dtype.kind not in "iuf":
+        raise InvalidRequest(f"{where}: mask is {array.dtype}, must be 0 and 1", field="mask")
+    odd = array[(array != 0) & (array != 1)]
+    if odd.size:
+        raise InvalidRequest(f"{where}: mask holds {odd[0]}; only 0 and 1 are defined", field="mask")
+    return array.astype(np.bool_)
 
 
 def require_finite(name: str, values: Float32Array | None, mask: Mask, where: str) -> None:

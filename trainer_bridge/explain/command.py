@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainer_bridge.rollout_record import RolloutRecord
 
 Rollouts = Annotated[
-    Path, typer.Argument(help="JSONL file of rollouts, ours or another engine's; or a recorded run: RUNS/run=NAME.")
+    Path, typer.Argument(help="File of rollouts (JSONL or Parquet), ours or another engine's; or a recorded run: RUNS/run=NAME.")
 ]
 Step = Annotated[int | None, typer.Option(min=0, help="Of a recorded run: this step alone.")]
 Address = Annotated[str | None, typer.Option(help="A running service.")]
@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
 
 def explain(
     rollouts: Rollouts,
-    trainer: Annotated[Path | None, typer.Option(help="The trainer's log-probs as JSONL; else computed here.")] = None,
+    trainer: Annotated[Path | None, typer.Option(help="The trainer's log-probs, in such a file; else computed here.")] = None,
     address: Annotated[str | None, typer.Option(help="The service that sampled, with server.debug=true.")] = None,
     rollout_model: Annotated[
         str | None, typer.Option(help="Folder of the rollout's weights; else the trainer's.")
@@ -51,11 +51,11 @@ def explain(
     from trainer_bridge.explain.run import explain as ask
     from trainer_bridge.explain.source import read_samples
     from trainer_bridge.explain.view import render, to_json
-    from trainer_bridge.jsonl import read_rollouts
+    from trainer_bridge.rollout_files import read_records
 
     settings = single_settings(config, overrides)
     samples = read_samples(rollouts, step)
-    theirs = None if trainer is None else list(read_rollouts(trainer))
+    theirs = None if trainer is None else read_records(trainer)
     right = _model_side("trainer", settings, settings.model.path)
     number, case = choose_case(samples, theirs, right, sample)
     with _rollout_side(address, rollout_model or settings.model.path, settings, case.record.replica) as left:

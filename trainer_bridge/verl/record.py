@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import ConfigError
-from trainer_bridge.batches import DETAILS, samples_from_arrays, samples_from_dataproto
+from trainer_bridge.batches import DETAILS, column, samples_from_arrays, samples_from_dataproto
 from trainer_bridge.compare import compare
 
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ def samples_of(data: Any) -> list[ScoredSample]:
     # Padded on the right; what lies behind a row's last compared token is not known to be more than a pad.
     lengths = [int(mask.nonzero()[0].max(initial=-1)) + 1 for mask in masks]
     cut = [[row[:n] for row, n in zip(rows, lengths, strict=True)] for rows in (ours, theirs, masks, ids)]
-    return samples_from_arrays(*cut[:3], temperature=1.0, token_ids=cut[3])
+    told = column(data.non_tensor_batch, DETAILS)
+    stated = data.meta_info.get("temperature")
+    return samples_from_arrays(*cut[:3], temperature=stated, otherwise=1.0, token_ids=cut[3], details=told)
 
 
 def step_of(data: Any, last: int) -> int:
