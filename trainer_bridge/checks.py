@@ -11,6 +11,8 @@ from rollout.errors import InvalidRequest
 from rollout.types import Float32Array, VersionSpan
 
 Mask = npt.NDArray[np.bool_]
+MOST_LOGPROB = 0.125
+"""nats; a probability is at most 1, but rounding in bfloat16 may pass it, by a step of its logits"""
 
 _OPTIONAL = frozenset({"behavior_logprobs", "row_digests", "rollout_digests", "trainer_digests"})
 
@@ -69,9 +71,17 @@ def binary_mask(values: npt.ArrayLike, where: str) -> Mask:
 
 
 def require_finite(name: str, values: Float32Array | None, mask: Mask, where: str) -> None:
-    """Refuse a NaN or infinite log-prob at mask 1; at mask 0 anything goes."""
+    """Refuse a NaN, an infinite or a positive log-prob at mask 1; at mask 0 anything goes."""
     if values is None:
         return
+    above = np.flatnonzero(mask & (values > MOST_LOGPROB) & np.isfinite(values))
+    if above.size:
+        position = int(above[0])
+        raise InvalidRequest(
+            f"{where}: {name} is {values[position]} at position {position} of {values.size}, a log-prob is at most 0 "
+            f"({above.size} such positions); these look like probabilities or negated log-probs",
+            field=name,
+        )
     bad = np.flatnonzero(mask & ~np.isfinite(values))
     if bad.size:
         position = int(bad[0])

@@ -52,6 +52,8 @@ def correct(
         InvalidRequest: shapes that differ, log-probs narrower than float32 or not finite at mask 1, a mask other than
             0 and 1, or no token at all.
     """
+    if mask.ndim != 2:
+        raise InvalidRequest(f"mask has the shape {tuple(mask.shape)}, must be [rows, tokens]", field="mask")
     log_ratio = masked_log_ratio(trainer.detach(), rollout.detach(), mask)
     check_logprobs(trainer, "trainer", mask, allow_nonfinite=allow_nonfinite)
     check_logprobs(rollout, "rollout", mask, allow_nonfinite=allow_nonfinite)

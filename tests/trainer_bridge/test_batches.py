@@ -122,7 +122,7 @@ def test_what_is_missing_is_named() -> None:
     data.meta_info = {}
     with pytest.raises(InvalidRequest, match="temperature"):
         samples_from_dataproto(data)
-    with pytest.raises(InvalidRequest, match="1 rows of the trainer, 2 of the rollout"):
+    with pytest.raises(InvalidRequest, match="1 in trainer, 2 in rollout"):
         samples_from_arrays([f32([-1.0])], [f32([-1.0])] * 2, [[1]], temperature=1.0)
     with pytest.raises(InvalidRequest, match="float64"):
         samples_from_arrays([np.array([-1.0])], [f32([-1.0])], [[1]], temperature=1.0)
