@@ -7,7 +7,6 @@ does not know; both with a warning only. Here either is an error, as in a weight
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 from transformers.utils import logging as transformers_logging
 
 from rollout.errors import ConfigError, NotFound, RolloutError
+from rollout.strict_json import strict_loads
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _NAMED = 5
@@ -33,7 +33,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     if not file.exists():
         raise NotFound(f"{folder} has no config.json; give a Hugging Face checkpoint folder or a known model name")
     with _typed(f"{file} cannot be read"):
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields = strict_loads(file.read_text(encoding="utf-8"))
         if not isinstance(fields, dict):
             raise ConfigError(f"{file} holds a {type(fields).__name__}, must be a JSON object", field="model.path")
         _check_one_theta(fields, file)

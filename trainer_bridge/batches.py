@@ -178,7 +178,7 @@ def _require_shapes(columns: Mapping[str, npt.NDArray[Any]]) -> None:
     """A row that is wider than the others would lose its end, or its values would stand beside other tokens."""
     shapes = {name: array.shape for name, array in columns.items()}
     rows, width = shapes["responses"]
-    wanted = {name: (rows, width) for name in shapes} | {
+    wanted = dict.fromkeys(shapes, (rows, width)) | {
         "prompts": (rows, shapes["prompts"][-1]),
         "attention_mask": (rows, shapes["prompts"][-1] + width),
     }

@@ -82,7 +82,11 @@ class CorrectionConfig:
         return dict(zip(options, self._rs_each(options), strict=True))
 
     def _rs_each(self, options: Sequence[str]) -> list[Bounds]:
-        texts = [part.strip() for part in str("" if self.rollout_rs_threshold is None else self.rollout_rs_threshold).split(",") if part.strip()]
+        texts = [
+            part.strip()
+            for part in str("" if self.rollout_rs_threshold is None else self.rollout_rs_threshold).split(",")
+            if part.strip()
+        ]
         if len(texts) == 1:
             texts *= len(options)
         if len(texts) != len(options):

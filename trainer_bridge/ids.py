@@ -48,7 +48,8 @@ def id_array(values: npt.ArrayLike, field: str) -> Int32Array:
     array = np.asarray(values)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise InvalidRequest(
-            f"{field} is {array.dtype} {array.shape}, must be integers in one dimension: nothing is rounded", field=field
+            f"{field} is {array.dtype} {array.shape}, must be integers in one dimension: nothing is rounded",
+            field=field,
         )
     limits = np.iinfo(np.int32)
     if array.size and not (limits.min <= int(array.min()) and int(array.max()) <= limits.max):

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from trainer_bridge.rollout_record import RolloutRecord
 
 Rollouts = Annotated[
-    Path, typer.Argument(help="File of rollouts (JSONL or Parquet), ours or another engine's; or a recorded run: RUNS/run=NAME.")
+    Path,
+    typer.Argument(
+        help="File of rollouts (JSONL or Parquet), ours or another engine's; or a recorded run: RUNS/run=NAME."
+    ),
 ]
 Step = Annotated[int | None, typer.Option(min=0, help="Of a recorded run: this step alone.")]
 Address = Annotated[str | None, typer.Option(help="A running service.")]
@@ -34,7 +37,9 @@ def register(app: typer.Typer) -> None:
 
 def explain(
     rollouts: Rollouts,
-    trainer: Annotated[Path | None, typer.Option(help="The trainer's log-probs, in such a file; else computed here.")] = None,
+    trainer: Annotated[
+        Path | None, typer.Option(help="The trainer's log-probs, in such a file; else computed here.")
+    ] = None,
     address: Annotated[str | None, typer.Option(help="The service that sampled, with server.debug=true.")] = None,
     rollout_model: Annotated[
         str | None, typer.Option(help="Folder of the rollout's weights; else the trainer's.")

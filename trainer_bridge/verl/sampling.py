@@ -53,7 +53,7 @@ class LengthBudget:
             )
         if asked is not None and asked < 1:
             raise InvalidRequest(
-                f"max_tokens = {asked} asks for no token; end the trajectory instead, or leave it out for verl's default",
+                f"max_tokens = {asked} asks for no token; end the trajectory, or leave it out for verl's default",
                 field="sampling.max_tokens",
             )
         if asked is None:
