@@ -299,3 +299,13 @@ class TestUpdateWeights:
         update = plan_update([a], version=1, digest="ab", policy=UpdatePolicy.WAIT)
         with pytest.raises(InvalidRequest, match="bucket_bytes = 0"):
             parsed_messages(update, [a], 0)
+
+
+@pytest.mark.parametrize("concurrency", [0, -1])
+async def test_no_concurrency_is_refused_and_does_not_hang(
+    client: AsyncRolloutClient, blocking: RolloutClient, concurrency: int
+) -> None:
+    with pytest.raises(InvalidRequest, match="must be at least 1"):
+        await asyncio.wait_for(client.generate_many([REQUEST], concurrency=concurrency), 20)
+    with pytest.raises(InvalidRequest, match="must be at least 1"):
+        blocking.generate_many([REQUEST], concurrency=concurrency)

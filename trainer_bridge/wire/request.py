@@ -61,6 +61,16 @@ def make_score_request(sequences: Sequence[ScoreSequence], options: ScoreCallOpt
     return ScoreRequest(sequences=tuple(sequences), **fields)
 
 
+def check_concurrency(concurrency: int) -> None:
+    """Refuse what would make no call ever.
+
+    Raises:
+        InvalidRequest: less than 1.
+    """
+    if concurrency < 1:
+        raise InvalidRequest(f"concurrency = {concurrency} must be at least 1", field="concurrency")
+
+
 def abort_target(request_id: str, all_requests: bool) -> None:
     """Refuse a call that names neither one request nor all of them, or both.
 
