@@ -7,6 +7,7 @@ does not know; both with a warning only. Here either is an error, as in a weight
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,25 @@ def read_config(folder: Path) -> PretrainedConfig:
             raise ConfigError(f"{file} holds a {type(fields).__name__}, must be a JSON object", field="model.path")
         _check_one_theta(fields, file)
         config: PretrainedConfig = AutoConfig.from_pretrained(folder)
+        _check_numbers(config.get_text_config(), file)
         return config
+
+
+def _check_numbers(config: PretrainedConfig, file: Path) -> None:
+    """What makes every log-prob NaN, or leaves no room for a token, says so here and not at the first request."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    found = {
+        "rms_norm_eps": (getattr(config, "rms_norm_eps", None), 0.0, True),
+        "rope_theta": (rope.get("rope_theta", getattr(config, "rope_theta", None)), 0.0, False),
+        "rope factor": (rope.get("factor"), 0.0, False),
+        "max_position_embeddings": (getattr(config, "max_position_embeddings", None), 1.0, True),
+    }
+    for name, (value, least, itself) in found.items():
+        if value is not None and not (least < float(value) < math.inf or (itself and value == least)):
+            raise ConfigError(
+                f"{file} has {name} = {value}, must be {'at least' if itself else 'above'} {least:g} and finite",
+                field="model.path",
+            )
 
 
 def _check_one_theta(fields: dict[str, Any], file: Path) -> None:

@@ -44,8 +44,7 @@ def samples_from_arrays(
     """One sample a row: float32 [L] log-probs of both sides, mask [L]; rows may differ in length.
 
     Args:
-        temperature: what the trainer used; 0 is greedy. Details that tell of another one are refused. None: not stated,
-            the rollout's own holds.
+        temperature: what the trainer used; 0 is greedy. Details that tell of another one are refused. None: theirs.
         otherwise: label of rows whose temperature neither side states; None: they are refused.
         token_ids, prompt_ids: [L] and [P] a row; 0 where not given, and then only positions can be named.
         details: what the rollout said of each sample (seed, spans, replica, ...), if anything.
@@ -64,8 +63,6 @@ def samples_from_arrays(
         name = f"row-{i}" if names is None else names[i]
         told: Mapping[str, Any] = (details[i] if details is not None else None) or {}
         entering = binary_mask(_plain(mask, "masks"), label(name, 0))
-        ids = np.zeros(entering.size, np.int32) if token_ids is None else _ids(token_ids[i], "token_ids")
-        prompt = np.zeros(0, np.int32) if prompt_ids is None else _ids(prompt_ids[i], "prompt_ids")
         degrees, mode = _meaning(told, temperature, otherwise, label(name, 0))
         filtered = bool(told.get("filtered", False))
         digests = _digests(told, entering) if trainer_digests is not None and trainer_digests[i] is not None else None
@@ -73,8 +70,8 @@ def samples_from_arrays(
             ScoredSample(
                 request_id=name,
                 sample_index=0,
-                prompt_ids=prompt,
-                token_ids=ids,
+                prompt_ids=_ids(prompt_ids, i, "prompt_ids", 0),
+                token_ids=_ids(token_ids, i, "token_ids", entering.size),
                 rollout_logprobs=_plain(theirs, "rollout_logprobs"),
                 trainer_logprobs=_plain(ours, "trainer_logprobs"),
                 mask=entering,
@@ -206,8 +203,8 @@ def _plain(value: Any, name: str) -> npt.NDArray[Any]:
     return array
 
 
-def _ids(value: Any, name: str) -> Int32Array:
-    return id_array(_plain(value, name), name)
+def _ids(rows: Sequence[npt.ArrayLike] | None, i: int, name: str, absent: int) -> Int32Array:
+    return np.zeros(absent, np.int32) if rows is None else id_array(_plain(rows[i], name), name)
 
 
 def _unbound(value: Any, name: str) -> list[npt.NDArray[Any]]:

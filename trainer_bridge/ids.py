@@ -30,7 +30,7 @@ def token_ids(values: Iterable[Any], field: str) -> tuple[int, ...]:
 
 def _id(item: Any, name: str, field: str) -> int:
     try:
-        if isinstance(item, bool) or getattr(item, "ndim", 0):
+        if isinstance(item, bool) or getattr(item, "shape", ()):
             raise TypeError
         return operator.index(item)
     except TypeError:

@@ -81,7 +81,7 @@ def to_sampling(given: Mapping[str, Any], prompt: int, budget: LengthBudget) -> 
     limits = {_whole(given[name], name) for name in _LIMITS if given.get(name) is not None}
     if len(limits) > 1:
         raise InvalidRequest(f"max_tokens and max_new_tokens differ: {sorted(limits)}; give one", field="sampling")
-    numbers = {name: _number(given[name], name) for name in _NUMBERS if given.get(name) is not None}
+    numbers: dict[str, Any] = {name: _number(given[name], name) for name in _NUMBERS if given.get(name) is not None}
     top_k, seed, ids = given.get("top_k"), given.get("seed"), given.get("stop_token_ids")
     _flag(given.get("no_stop_trim"), "no_stop_trim")
     sampling = SamplingParams(
