@@ -29,8 +29,9 @@ def token_ids(values: Iterable[Any], field: str) -> tuple[int, ...]:
 
 
 def _id(item: Any, name: str, field: str) -> int:
+    shape: Any = getattr(item, "shape", ())
     try:
-        if isinstance(item, bool) or getattr(item, "shape", ()):
+        if isinstance(item, bool) or shape:
             raise TypeError
         return operator.index(item)
     except TypeError:
