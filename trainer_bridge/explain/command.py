@@ -178,7 +178,7 @@ def choose_case(
     """The sample asked for, or the first whose bits differ, or the first of all; with its number.
 
     Raises:
-        InvalidRequest: no such line, or a trainer's file of another length.
+        InvalidRequest: no such line, or a trainer's file of another length or order.
     """
     if not samples:
         raise InvalidRequest("the file holds no rollouts")
@@ -186,6 +186,8 @@ def choose_case(
         raise InvalidRequest(f"--sample {sample}: the file holds {len(samples)} lines, counted from 0")
     if theirs is not None and len(theirs) != len(samples):
         raise InvalidRequest(f"the trainer's file holds {len(theirs)} samples, the rollouts {len(samples)}")
+    if theirs is not None:
+        check_order(samples, theirs)
     wanted = range(len(samples)) if sample is None else (sample,)
     first: tuple[int, Case] | None = None
     for i in wanted:
@@ -195,6 +197,26 @@ def choose_case(
         first = first or (i, case)
     assert first is not None
     return first
+
+
+def check_order(samples: Sequence[Stored], theirs: Sequence[RolloutRecord]) -> None:
+    """Another sample in a sample's place would pass for one that was fed other ids.
+
+    Raises:
+        InvalidRequest: the trainer's file has the samples in another order.
+    """
+    from trainer_bridge.checks import label
+
+    names = [(s.record.request_id, s.record.sample_index) for s in samples]
+    known = set(names)
+    for place, (ours, record) in enumerate(zip(names, theirs, strict=True)):
+        other = (record.request_id, record.sample_index)
+        if other != ours and other in known:
+            raise InvalidRequest(
+                f"sample {place} is {label(*other)} in the trainer's file and {label(*ours)} among the rollouts; give "
+                "both in one order",
+                field="trainer",
+            )
 
 
 def make_case(sample: Stored, theirs: RolloutRecord | None, trainer: ModelSide) -> Case:
