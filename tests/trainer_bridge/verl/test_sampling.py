@@ -143,3 +143,33 @@ def test_settings_of_a_hosted_service() -> None:
     assert settings.engine.max_running == 8 and settings.server.port == 0
     with pytest.raises(ConfigError, match=r"engine\.page"):
         hosted_settings({"engine": {"page": 1}}, model_path="/m", dtype="float32", context_length=None, max_running=8)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ("x", "dictionary"),
+        (5, "dictionary"),
+        ([1], "dictionary"),
+        ({"addresses": ["a:1"], "settings": {"engine": {"threads": 2}}}, "leave one of the two out"),
+        ({"addresses": ["a:1", "b:1", "a:1"]}, "name a:1 twice"),
+        ({"addresses": ["http://a:1"]}, "is a URL"),
+        ({"addresses": ["a"]}, "host:port"),
+        ({"run_seed": True}, "neither a number"),
+        ({"resources": {"NPU": -1}}, "greater than or equal to 0"),
+        ({"timeout_s": float("inf")}, "finite"),
+    ],
+    ids=str,
+)
+def test_options_are_honoured_or_refused(given: Any, match: str) -> None:
+    """Settings beside addresses were passed over; a service named twice got two senders; others were a TypeError."""
+    with pytest.raises(ConfigError, match=match):
+        read_options({"zerodrift": given})
+
+
+def test_sections_of_a_hosted_service_are_mappings() -> None:
+    sizes: Any = {"model_path": "/m", "dtype": "float32", "context_length": None, "max_running": 8}
+    for fields in (5, "x", [1]):
+        with pytest.raises(ConfigError, match=r"engine = .* must be a mapping"):
+            hosted_settings({"engine": fields}, **sizes)
+    assert hosted_settings({"engine": None}, **sizes).engine.max_running == 8
