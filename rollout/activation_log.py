@@ -18,6 +18,7 @@ import torch
 
 from rollout.errors import InvalidRequest
 from rollout.kernels.base import KVStore
+from rollout.strict_json import strict_loads
 from rollout.types import UInt64Array
 
 FORMAT = "zerodrift.activations/1"
@@ -75,9 +76,9 @@ def read_activations(path: Path) -> Iterator[ActivationDigests]:
     Raises:
         InvalidRequest: naming the line that is no such record.
     """
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            value = json.loads(line)
+            value = strict_loads(line.decode("utf-8"))
             if value["format"] != FORMAT:
                 raise ValueError(f"format {value['format']!r}")
             layers = np.stack([np.frombuffer(bytes.fromhex(layer), "<u8") for layer in value["layers"]])

@@ -11,7 +11,7 @@ from contextlib import aclosing, contextmanager
 from typing import Any
 
 from rollout.config import Settings
-from rollout.errors import CapacityExceeded
+from rollout.errors import CapacityExceeded, InvalidRequest
 from rollout.metered import MeteredBackend, Polled
 from rollout.metrics import Meter
 from rollout.types import GenerateRequest, ScoreRequest, ScoreResult
@@ -30,8 +30,14 @@ class Admission:
         """Room for ``count`` of the client's, for the length of the block.
 
         Raises:
-            CapacityExceeded: there is none.
+            CapacityExceeded: there is none. InvalidRequest: there never is, for so many at once.
         """
+        if count > self._most_per_client:
+            raise InvalidRequest(
+                f"{count} samples or sequences in one call; engines and their queues hold "
+                f"{self._most_per_client} of one client (worker.count * (engine.max_running + "
+                "engine.max_waiting_per_client)), and no waiting helps: send fewer a call"
+            )
         if (error := self.no_room(client, count)) is not None:
             raise error
         self._live += count

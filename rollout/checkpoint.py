@@ -7,7 +7,7 @@ does not know; both with a warning only. Here either is an error, as in a weight
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 from transformers.utils import logging as transformers_logging
 
 from rollout.errors import ConfigError, NotFound, RolloutError
+from rollout.strict_json import strict_loads
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _NAMED = 5
@@ -33,12 +34,30 @@ def read_config(folder: Path) -> PretrainedConfig:
     if not file.exists():
         raise NotFound(f"{folder} has no config.json; give a Hugging Face checkpoint folder or a known model name")
     with _typed(f"{file} cannot be read"):
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields = strict_loads(file.read_text(encoding="utf-8"))
         if not isinstance(fields, dict):
             raise ConfigError(f"{file} holds a {type(fields).__name__}, must be a JSON object", field="model.path")
         _check_one_theta(fields, file)
         config: PretrainedConfig = AutoConfig.from_pretrained(folder)
+        _check_numbers(config.get_text_config(), file)
         return config
+
+
+def _check_numbers(config: PretrainedConfig, file: Path) -> None:
+    """What makes every log-prob NaN, or leaves no room for a token, says so here and not at the first request."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    found = {
+        "rms_norm_eps": (getattr(config, "rms_norm_eps", None), 0.0, True),
+        "rope_theta": (rope.get("rope_theta", getattr(config, "rope_theta", None)), 0.0, False),
+        "rope factor": (rope.get("factor"), 0.0, False),
+        "max_position_embeddings": (getattr(config, "max_position_embeddings", None), 1.0, True),
+    }
+    for name, (value, least, itself) in found.items():
+        if value is not None and not (least < float(value) < math.inf or (itself and value == least)):
+            raise ConfigError(
+                f"{file} has {name} = {value}, must be {'at least' if itself else 'above'} {least:g} and finite",
+                field="model.path",
+            )
 
 
 def _check_one_theta(fields: dict[str, Any], file: Path) -> None:

@@ -16,6 +16,7 @@ import typer
 
 from rollout.errors import InvalidRequest, RolloutError
 from rollout.openmp import spin_setting
+from rollout.whole_files import require_place
 
 app = typer.Typer(
     name="zerodrift",
@@ -31,7 +32,14 @@ Config = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file o
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="section.key=value, after all options.", metavar="[KEY=VALUE]...")
 ]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
+
+
+def place(path: Path | None) -> Path | None:
+    """Callback of options that name a file to write: refused before the work, not after it."""
+    return None if path is None else require_place(path)
+
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.", callback=place)]
 
 
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +9,7 @@ import typer
 
 from rollout.cli import Config, JsonFile, Overrides, wide_console, write_json
 from rollout.errors import InvalidRequest
+from rollout.strict_json import strict_loads
 
 if TYPE_CHECKING:
     from rollout.certify.certificate import Certificate, FamilyResult
@@ -169,7 +169,7 @@ def read_manifest(path: Path) -> dict[str, str]:
         InvalidRequest: the file is neither.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = strict_loads(path.read_text(encoding="utf-8"))
         found = value.get("manifest", value)
         return {str(k): str(v) for k, v in found.items()}
     except (ValueError, AttributeError) as error:

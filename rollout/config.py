@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, NonNegativeFloat, ValidationError, model_validator
 
 from rollout.errors import ConfigError
 from rollout.server_settings import AccessSettings, RequestLimits
 from rollout.server_settings import Section as _Section
+from rollout.strict_json import strict_loads
 
 ENV_PREFIX = "ZERODRIFT_"
 BURST_TOKENS = 64
@@ -102,7 +103,7 @@ class WorkerSettings(_Section):
 
     count: int = Field(1, ge=1, description="Replicas.")
     num_cpus: float = Field(1.0, ge=0, description="CPUs each replica asks Ray for.")
-    resources: dict[str, float] = Field(
+    resources: dict[str, NonNegativeFloat] = Field(
         default_factory=dict, description='Further Ray resources of each replica, such as {"NPU": 1}.'
     )
     start_timeout_s: float = Field(120, gt=0, description="Seconds until a replica must have loaded its model.")
@@ -287,7 +288,7 @@ def _from_file(path: Path | None) -> dict[str, _Given]:
         raise ConfigError(
             f"settings file {path} cannot be read ({error.strerror}); `zerodrift config show` prints the defaults"
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"settings file {path} is not YAML: {error}") from error
     source = f"file {path}"
     given: dict[str, _Given] = {}
@@ -315,6 +316,8 @@ def _from_environment() -> dict[str, _Given]:
         # Names without "__", such as ZERODRIFT_CACHE, are not settings.
         if name.startswith(ENV_PREFIX) and nested:
             key = f"{section}.{field}".lower()
+            if key in given:
+                raise ConfigError(f"{name} and {given[key].source} both set {key}; remove one", field=key)
             given[key] = _parse(key, text, f"environment {name}")
     return given
 
@@ -337,8 +340,8 @@ def _parse(key: str, text: str, source: str) -> _Given:
     if not text.startswith("{"):
         return _Given(text, source)
     try:
-        return _Given(json.loads(text), source)
-    except json.JSONDecodeError as error:
+        return _Given(strict_loads(text), source)
+    except ValueError as error:
         raise ConfigError(f"{key} = {text!r} ({source}) is not JSON: {error}", field=key) from error
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from pathlib import Path
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from rollout.errors import NotFound
+from rollout.errors import ConfigError, NotFound
+
+log = logging.getLogger(__name__)
 
 
 class TextStream:
@@ -44,8 +47,34 @@ class TextStream:
             return ""
 
 
+def _read(file: Path) -> Tokenizer:
+    try:
+        tokenizer: Tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library has no exception of its own
+        raise ConfigError(f"{file} is no tokenizer ({error}); copy the checkpoint again", field="model.path") from error
+    return tokenizer
+
+
+def _whole(tokenizer: Tokenizer, file: Path) -> Tokenizer:
+    """Without what a training or embedding run saved into the file for itself: it would cut prompts, pad them, or
+    encode equal texts differently."""
+    saved = {"truncation": tokenizer.truncation, "padding": tokenizer.padding}
+    saved["dropout"] = getattr(tokenizer.model, "dropout", None)
+    if ignored := {name: value for name, value in saved.items() if value}:
+        log.warning("%s asks for %s; prompts are encoded whole, unpadded and always alike", file, ignored)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if saved["dropout"]:
+        tokenizer.model.dropout = None
+    return tokenizer
+
+
 class Detokenizer:
-    """Encodes prompts and decodes samples with a checkpoint's tokenizer.json; adds nothing of its own."""
+    """Encodes prompts and decodes samples with a checkpoint's tokenizer.json; adds nothing of its own.
+
+    Raises:
+        NotFound: no tokenizer.json. ConfigError: one that cannot be read.
+    """
 
     def __init__(self, path: str | Path) -> None:
         file = Path(path) / "tokenizer.json"
@@ -53,7 +82,7 @@ class Detokenizer:
             raise NotFound(
                 f"{path} has no tokenizer.json: text prompts and stop strings need one; send token ids instead"
             )
-        self._tokenizer: Tokenizer = Tokenizer.from_file(str(file))
+        self._tokenizer = _whole(_read(file), file)
 
     @property
     def defined_ids(self) -> frozenset[int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rollout.config import ServerSettings
 from rollout.errors import InvalidRequest
-from rollout.types import GenerateRequest, ScoreRequest
+from rollout.spans import BegunSample
+from rollout.types import GenerateRequest, SamplingParams, ScoreRequest
 
 
 def check_limits(request: GenerateRequest | ScoreRequest, server: ServerSettings) -> None:
@@ -25,6 +26,28 @@ def check_limits(request: GenerateRequest | ScoreRequest, server: ServerSettings
     if (most := max((len(h.images) for h in holders), default=0)) > server.max_images:
         raise InvalidRequest(
             f"{most} images in one prompt are more than {server.max_images} (server.max_images)", field="images"
+        )
+    if isinstance(request, GenerateRequest) and request.resume is not None:
+        _check_resume(request.sampling, request.resume)
+
+
+def _check_resume(sampling: SamplingParams, begun: BegunSample) -> None:
+    """The rest of a sample is drawn as its beginning was, or it is another sample's."""
+    if not begun.token_ids:
+        return
+    if sampling.seed is None and not sampling.greedy:
+        raise InvalidRequest(
+            "resume without a seed: the rest would be drawn with another than the tokens so far were; send the first "
+            "request's seed, which its client chose, or ask anew",
+            field="sampling.seed",
+        )
+    never = set(sampling.barred_token_ids)
+    barred = next((i for i, token in enumerate(begun.token_ids) if token in never), None)
+    if barred is not None:
+        raise InvalidRequest(
+            f"resume.tokens[{barred}] = {begun.token_ids[barred]} is barred by sampling.barred_token_ids, so these "
+            "parameters did not draw it; send those of the first request",
+            field="resume.tokens",
         )
 
 

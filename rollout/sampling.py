@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
+from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -98,7 +100,9 @@ def validate_sampling(params: SamplingParams, *, vocab_size: int | None = None) 
     )
 
 
-def _check_stop_strings(stop: tuple[str, ...]) -> None:
+def _check_stop_strings(stop: Collection[Any]) -> None:
+    if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
+        raise InvalidRequest(f"stop = {stop!r:.60} must be a list of strings", field="sampling.stop")
     if len(stop) > MAX_STOP_STRINGS:
         raise InvalidRequest(f"{len(stop)} stop strings; at most {MAX_STOP_STRINGS}", field="sampling.stop")
     for i, text in enumerate(stop):

@@ -33,8 +33,11 @@ _DRAIN_IDLE_S = 0.5
 class _LiveCall:
     task: asyncio.Task[Any]
     client: str
+    sequences: int = 0
+    """of a Score; a Generate's samples are the backend's to end"""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    taken_over: bool = False
+    cause: str = ""
+    """why the service itself cancelled it; "": it did not"""
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
@@ -76,8 +79,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         codec.refuse_unknown_fields(request)
         decoded = await _aside(request, lambda: codec.score_request_from_proto(request))
         client = client_of(context)
-        async with self._named(decoded.request_id, client) as request_id:
-            note(request_id=request_id, sequences=len(decoded.sequences))
+        count = len(decoded.sequences)
+        async with self._named(decoded.request_id, client, sequences=count) as request_id:
+            note(request_id=request_id, sequences=count)
             result = await self._backend.score(replace(decoded, request_id=request_id, client=client))
         return codec.score_result_to_proto(result)
 
@@ -104,7 +108,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         return codec.info_to_proto(await self._backend.info(tensor_digests=request.tensor_digests))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """End live samples; their streams end normally."""
+        """End live samples, whose streams end normally, and live Score calls, which have no answer but ABORTED."""
         codec.refuse_unknown_fields(request)
         check_name(request.request_id)
         wanted = codec.abort_from_proto(request)
@@ -114,7 +118,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         else:
             note(all=True, control=True)
             require(Role.CONTROL, "Abort of all requests")
-        aborted = await self._backend.abort(wanted)
+        scores = self._end_scores(wanted)
+        aborted = scores if wanted and scores else scores + await self._backend.abort(wanted)
         note(aborted=aborted)
         return pb.AbortResponse(aborted=aborted)
 
@@ -127,6 +132,15 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         """Go on sampling."""
         codec.refuse_unknown_fields(request)
         return pb.ResumeResponse(weights=codec.weights_to_proto(await self._backend.resume()))
+
+    def _end_scores(self, wanted: str) -> int:
+        """End one Score call, or all of them for ""; how many sequences they had."""
+        chosen = {name: call for name, call in self._live.items() if call.sequences and wanted in ("", name)}
+        for name, call in chosen.items():
+            if not call.task.cancelling():
+                call.cause = f"request_id = {name!r} was aborted by the client"
+                call.task.cancel()
+        return sum(call.sequences for call in chosen.values())
 
     def _note(self, request: pb.GenerateRequest, decoded: GenerateRequest) -> None:
         note(request_id=decoded.request_id, prompt_tokens=len(decoded.prompt_ids), n=decoded.n)
@@ -141,7 +155,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         raise NotFound(f"no live request {request_id!r}", field="request_id")
 
     @asynccontextmanager
-    async def _named(self, request_id: str, client: str, *, take_over: bool = False) -> AsyncIterator[str]:
+    async def _named(
+        self, request_id: str, client: str, *, take_over: bool = False, sequences: int = 0
+    ) -> AsyncIterator[str]:
         """Hold the name for the length of the call, or a new one for an empty name.
 
         With ``take_over`` a live call of that name ends first: its client says that it lost the stream. A name whose
@@ -151,7 +167,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
         while (holder := self._live.get(name)) is not None:
             # grpc.aio cancels the task when the client goes; the context does not tell before the call has ended.
             if take_over and holder.client == client and not holder.task.cancelling():
-                holder.taken_over = True
+                holder.cause = f"request_id = {name!r} was taken over by a call that resumes it"
                 holder.task.cancel()
             elif not holder.task.cancelling():
                 raise DuplicateRequest(
@@ -161,15 +177,15 @@ class RolloutService(rollout_pb2_grpc.RolloutServiceServicer):
             await holder.ended.wait()
         task = asyncio.current_task()
         assert task is not None, "handlers run in tasks"
-        call = self._live[name] = _LiveCall(task, client)
+        call = self._live[name] = _LiveCall(task, client, sequences)
         try:
             yield name
         except asyncio.CancelledError:
-            if not call.taken_over:
+            if not call.cause:
                 raise
             # A cancelled handler leaves its client without a status.
             task.uncancel()
-            raise RequestAborted(f"request_id = {name!r} was taken over by a call that resumes it") from None
+            raise RequestAborted(call.cause) from None
         finally:
             del self._live[name]
             call.ended.set()

@@ -13,7 +13,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
+from rollout.errors import InvalidRequest
+
 T = TypeVar("T")
+
+
+def require_place(path: Path) -> Path:
+    """The path itself, if a file can be written there: to be asked before the work, not after it.
+
+    Raises:
+        InvalidRequest: a folder, or nothing may be written there.
+    """
+    folder = path.resolve().parent
+    if path.is_dir():
+        raise InvalidRequest(f"{path} is a folder; name a file in it")
+    if not folder.is_dir():
+        raise InvalidRequest(f"{path} cannot be written: there is no folder {folder}; make it, or name another")
+    # A device or a pipe is written to as it is; a file is renamed into place.
+    device = path.exists() and not path.is_file()
+    if not (os.access(path, os.W_OK) if device else os.access(folder, os.W_OK | os.X_OK)):
+        raise InvalidRequest(f"{path} cannot be written: no permission; name another place")
+    return path
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], T], *, parents: bool = False) -> T:

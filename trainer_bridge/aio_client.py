@@ -44,6 +44,7 @@ from trainer_bridge.wire.request import (
     GenerateOptions,
     ScoreCallOptions,
     abort_target,
+    check_concurrency,
     make_request,
     make_score_request,
 )
@@ -137,6 +138,7 @@ class AsyncRolloutClient:
         self, requests: Sequence[GenerateRequest], *, concurrency: int = 64
     ) -> list[GenerateResult]:
         """Results in the order of the requests; at most ``concurrency`` at a time. A failure cancels the rest."""
+        check_concurrency(concurrency)
         slots = asyncio.Semaphore(concurrency)
 
         async def one(request: GenerateRequest) -> GenerateResult:

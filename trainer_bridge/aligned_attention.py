@@ -67,7 +67,7 @@ def sequence_bounds(
     if mask is not None:
         if mask.shape != (b, s):
             raise UnsupportedFeature(f"attention mask {tuple(mask.shape)} is not a padding mask [{b}, {s}]")
-        real = mask.bool()
+        real = _real(mask)
         # A token after a pad begins a sequence, whatever its position says.
         begins[:, 1:] |= ~real[:, :-1]
         if not bool(real.all()):
@@ -84,6 +84,23 @@ def sequence_bounds(
         )
     end = torch.tensor([flat.numel()], device=starts.device)
     return rows, torch.cat((starts, end)).to(torch.int32)
+
+
+def _real(mask: torch.Tensor) -> torch.Tensor:
+    """A padding mask as bool [B, S].
+
+    Raises:
+        UnsupportedFeature: numbers of packed sequences (1, 2, ...), which as bool would see each other, and additive
+            masks, where 0 keeps a token.
+    """
+    real = mask.bool()
+    if mask.dtype != torch.bool and bool((mask != real).any()):
+        odd = mask[mask != real][0].item()
+        raise UnsupportedFeature(
+            f"the attention mask holds {odd}; a padding mask is 1 for real tokens and 0 for pads. Packed sequences are "
+            "told by position_ids that start again at 0"
+        )
+    return real
 
 
 def training_attention(

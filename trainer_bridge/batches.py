@@ -13,8 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollout.errors import InvalidRequest
-from rollout.types import Float32Array, LogprobMode, UInt64Array, VersionSpan
+from rollout.errors import InvalidRequest, ParityError
+from rollout.logprobs import effective_temperature
+from rollout.temperature import checked_temperature
+from rollout.types import Float32Array, Int32Array, LogprobMode, UInt64Array, VersionSpan
+from trainer_bridge.checks import binary_mask, label
+from trainer_bridge.ids import id_array
 from trainer_bridge.records import ScoredSample
 
 DETAILS = "zerodrift"
@@ -29,7 +33,8 @@ def samples_from_arrays(
     rollout: Sequence[npt.ArrayLike],
     masks: Sequence[npt.ArrayLike],
     *,
-    temperature: float,
+    temperature: float | None,
+    otherwise: float | None = None,
     token_ids: Sequence[npt.ArrayLike] | None = None,
     prompt_ids: Sequence[npt.ArrayLike] | None = None,
     details: Sequence[Mapping[str, Any] | None] | None = None,
@@ -39,35 +44,39 @@ def samples_from_arrays(
     """One sample a row: float32 [L] log-probs of both sides, mask [L]; rows may differ in length.
 
     Args:
-        temperature: what both sides used; 0 is greedy.
+        temperature: what the trainer used; 0 is greedy. Details that tell of another one are refused. None: theirs.
+        otherwise: label of rows whose temperature neither side states; None: they are refused.
         token_ids, prompt_ids: [L] and [P] a row; 0 where not given, and then only positions can be named.
         details: what the rollout said of each sample (seed, spans, replica, ...), if anything.
         names: request ids; "row-i" where not given.
         trainer_digests: uint64 [L] row digests of the trainer's side; they count where the details hold the rollout's.
 
-    Errors: InvalidRequest for lengths or dtypes that disagree (a cast would change the bits that are compared).
+    Errors: InvalidRequest for lengths or dtypes that disagree (a cast would change the bits that are compared), a mask
+    other than 0 and 1, ids that are no integers; ParityError for log-probs of two temperatures.
     """
-    _require_equal_counts(trainer, rollout, masks)
+    _require_equal_counts(
+        trainer=trainer, rollout=rollout, masks=masks, token_ids=token_ids, prompt_ids=prompt_ids, details=details,
+        names=names, trainer_digests=trainer_digests,
+    )  # fmt: skip
     samples = []
     for i, (ours, theirs, mask) in enumerate(zip(trainer, rollout, masks, strict=True)):
-        length = np.asarray(mask).size
+        name = f"row-{i}" if names is None else names[i]
         told: Mapping[str, Any] = (details[i] if details is not None else None) or {}
-        ids = np.zeros(length, np.int32) if token_ids is None else np.asarray(token_ids[i]).astype(np.int32)
-        prompt = np.zeros(0, np.int32) if prompt_ids is None else np.asarray(prompt_ids[i]).astype(np.int32)
-        entering = np.asarray(mask).astype(np.bool_)
+        entering = binary_mask(_plain(mask, "masks"), label(name, 0))
+        degrees, mode = _meaning(told, temperature, otherwise, label(name, 0))
         filtered = bool(told.get("filtered", False))
         digests = _digests(told, entering) if trainer_digests is not None and trainer_digests[i] is not None else None
         samples.append(
             ScoredSample(
-                request_id=f"row-{i}" if names is None else names[i],
+                request_id=name,
                 sample_index=0,
-                prompt_ids=prompt,
-                token_ids=ids,
-                rollout_logprobs=np.asarray(theirs),
-                trainer_logprobs=np.asarray(ours),
+                prompt_ids=_ids(prompt_ids, i, "prompt_ids", 0),
+                token_ids=_ids(token_ids, i, "token_ids", entering.size),
+                rollout_logprobs=_plain(theirs, "rollout_logprobs"),
+                trainer_logprobs=_plain(ours, "trainer_logprobs"),
                 mask=entering,
-                mode=LogprobMode.GREEDY_T1 if temperature == 0.0 else LogprobMode.TEMPERED,
-                temperature=temperature,
+                mode=mode,
+                temperature=degrees,
                 filtered=filtered,
                 finish=None,
                 seed=told.get("seed"),
@@ -87,7 +96,8 @@ def samples_from_dataproto(data: Any, *, temperature: float | None = None) -> li
     Args:
         temperature: None takes ``meta_info["temperature"]``.
 
-    Errors: InvalidRequest when a tensor is missing, or the temperature is unknown.
+    Errors: InvalidRequest when a tensor is missing or of another shape, the temperature is unknown, or the response
+    mask marks a pad; else as ``samples_from_arrays``.
     """
     batch, meta = data.batch, dict(data.meta_info)
     needed = ("prompts", "responses", "response_mask", "attention_mask", "old_log_probs", "rollout_log_probs")
@@ -102,34 +112,45 @@ def samples_from_dataproto(data: Any, *, temperature: float | None = None) -> li
     if temperature is None:
         raise InvalidRequest("the batch carries no meta_info['temperature']; pass temperature=", field="temperature")
     prompts = batch["prompts"].shape[1]
-    attention = batch["attention_mask"].bool().cpu().numpy()
-    lengths = attention[:, prompts:].sum(axis=1)
-    columns = {name: batch[name].cpu().numpy() for name in needed if name != "attention_mask"}
-    cut = {name: [row[:n] for row, n in zip(columns[name], lengths, strict=True)] for name in needed[1:3] + needed[4:]}
+    checked_temperature(temperature, "temperature")
+    digested = (DIGESTS,) if DIGESTS in batch.keys() else ()  # noqa: SIM118
+    columns = {name: _plain(batch[name], name) for name in (*needed, *digested)}
+    _require_shapes(columns)
+    attention = binary_mask(columns["attention_mask"], "attention_mask")
+    real = attention[:, prompts:]
+    marked = np.argwhere((columns["response_mask"] != 0) & ~real)
+    if len(marked):
+        raise InvalidRequest(
+            f"row {marked[0][0]}: response_mask marks token {marked[0][1]}, which attention_mask calls a pad",
+            field="response_mask",
+        )
+
+    def kept(name: str) -> list[npt.NDArray[Any]]:
+        return [row[keep] for row, keep in zip(columns[name], real, strict=True)]
+
     return samples_from_arrays(
-        cut["old_log_probs"],
-        cut["rollout_log_probs"],
-        cut["response_mask"],
+        kept("old_log_probs"),
+        kept("rollout_log_probs"),
+        kept("response_mask"),
         temperature=float(temperature),
-        token_ids=cut["responses"],
+        token_ids=kept("responses"),
         prompt_ids=[row[keep] for row, keep in zip(columns["prompts"], attention[:, :prompts], strict=True)],
         details=column(data.non_tensor_batch, DETAILS),
-        names=_names(data.non_tensor_batch, len(lengths)),
-        trainer_digests=None
-        if DIGESTS not in batch.keys()  # noqa: SIM118
-        else [row[:n].view(np.uint64) for row, n in zip(batch[DIGESTS].cpu().numpy(), lengths, strict=True)],
+        names=_names(data.non_tensor_batch, len(real)),
+        trainer_digests=[row.view(np.uint64) for row in kept(DIGESTS)] if digested else None,
     )
 
 
-def samples_from_nested(fields: Mapping[str, Any], *, temperature: float) -> list[ScoredSample]:
+def samples_from_nested(fields: Mapping[str, Any], *, temperature: float | None) -> list[ScoredSample]:
     """Rows of verl V1 fields: nested (jagged) tensors or lists of tensors, one a trajectory, unpadded.
 
     Args:
         fields: ``old_log_probs``, ``rollout_log_probs``, ``response_mask``; where known ``responses``, ``prompts``,
             ``uid``, our details (``zerodrift``) and the trainer's ``row_digests`` (int64 views).
+        temperature: see ``samples_from_arrays``.
     """
-    rows = {name: _unbound(fields[name]) for name in ("old_log_probs", "rollout_log_probs", "response_mask")}
-    extra = {name: _unbound(fields[name]) for name in ("responses", "prompts", DIGESTS) if name in fields}
+    rows = {name: _unbound(fields[name], name) for name in ("old_log_probs", "rollout_log_probs", "response_mask")}
+    extra = {name: _unbound(fields[name], name) for name in ("responses", "prompts", DIGESTS) if name in fields}
     return samples_from_arrays(
         rows["old_log_probs"],
         rows["rollout_log_probs"],
@@ -143,18 +164,75 @@ def samples_from_nested(fields: Mapping[str, Any], *, temperature: float) -> lis
     )
 
 
-def _require_equal_counts(*columns: Sequence[Any]) -> None:
-    counts = [len(column) for column in columns]
-    if len(set(counts)) > 1:
+def _require_equal_counts(**columns: Sequence[Any] | None) -> None:
+    counts = {name: len(column) for name, column in columns.items() if column is not None}
+    if len(set(counts.values())) > 1:
+        told = ", ".join(f"{count} in {name}" for name, count in counts.items())
+        raise InvalidRequest(f"numbers of rows differ: {told}; give one each", field="masks")
+
+
+def _require_shapes(columns: Mapping[str, npt.NDArray[Any]]) -> None:
+    """A row that is wider than the others would lose its end, or its values would stand beside other tokens."""
+    shapes = {name: array.shape for name, array in columns.items()}
+    rows, width = shapes["responses"]
+    wanted = dict.fromkeys(shapes, (rows, width)) | {
+        "prompts": (rows, shapes["prompts"][-1]),
+        "attention_mask": (rows, shapes["prompts"][-1] + width),
+    }
+    if shapes != wanted:
+        name = next(name for name in shapes if shapes[name] != wanted[name])
         raise InvalidRequest(
-            f"{counts[0]} rows of the trainer, {counts[1]} of the rollout, {counts[2]} masks; give one each",
-            field="masks",
+            f"{name} has the shape {shapes[name]}, beside responses {shapes['responses']} and prompts "
+            f"{shapes['prompts']} it must be {wanted[name]}; nothing is padded or cut",
+            field=name,
         )
 
 
-def _unbound(value: Any) -> list[npt.NDArray[Any]]:
-    rows = value.unbind() if hasattr(value, "unbind") else list(value)
-    return [row.detach().cpu().numpy() if hasattr(row, "detach") else np.asarray(row) for row in rows]
+def _plain(value: Any, name: str) -> npt.NDArray[Any]:
+    """A tensor's or a list's values as an array of the same type."""
+    if not hasattr(value, "detach"):
+        return np.asarray(value)
+    try:
+        array: npt.NDArray[Any] = value.detach().cpu().numpy()
+    except TypeError:
+        raise InvalidRequest(
+            f"{name} is {value.dtype}, must be float32: a cast changed the bits that are compared; take the values "
+            "before it",
+            field=name,
+        ) from None
+    return array
+
+
+def _ids(rows: Sequence[npt.ArrayLike] | None, i: int, name: str, absent: int) -> Int32Array:
+    return np.zeros(absent, np.int32) if rows is None else id_array(_plain(rows[i], name), name)
+
+
+def _unbound(value: Any, name: str) -> list[npt.NDArray[Any]]:
+    return [_plain(row, name) for row in (value.unbind() if hasattr(value, "unbind") else list(value))]
+
+
+def _meaning(
+    told: Mapping[str, Any], trainer: float | None, otherwise: float | None, where: str
+) -> tuple[float, LogprobMode]:
+    """Temperature and mode of a row. What the rollout says of it counts, and must be what the trainer used."""
+    said = told.get("temperature")
+    known = next((value for value in (said, trainer, otherwise) if value is not None), None)
+    if known is None:
+        raise InvalidRequest(f"{where}: no temperature is known; pass temperature=", field="temperature")
+    if said is not None and trainer is not None:
+        if effective_temperature(said) != effective_temperature(trainer):
+            raise ParityError(
+                f"{where} was sampled at temperature {said:g}, the trainer scored at {trainer:g}; score each "
+                "temperature with its own value"
+            )
+        known = trainer if np.float32(trainer) == np.float32(said) else said
+    mode = LogprobMode.GREEDY_T1 if known == 0.0 else LogprobMode.TEMPERED
+    if told.get("mode") not in (None, mode.name):
+        raise ParityError(
+            f"{where}: the rollout says that its log-probs are {told['mode']}, at temperature {known:g} they are "
+            f"compared as {mode.name}"
+        )
+    return known, mode
 
 
 def _spans(told: Mapping[str, Any], mask: npt.NDArray[np.bool_]) -> tuple[VersionSpan, ...]:

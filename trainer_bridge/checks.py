@@ -11,6 +11,8 @@ from rollout.errors import InvalidRequest
 from rollout.types import Float32Array, VersionSpan
 
 Mask = npt.NDArray[np.bool_]
+MOST_LOGPROB = 0.125
+"""nats; a probability is at most 1, but rounding in bfloat16 may pass it, by a step of its logits"""
 
 _OPTIONAL = frozenset({"behavior_logprobs", "row_digests", "rollout_digests", "trainer_digests"})
 
@@ -48,15 +50,38 @@ def freeze(record: object, name: str, dtype: type[np.generic], length: int | Non
 def _as_mask(value: npt.NDArray[Any] | None, where: str) -> npt.NDArray[Any] | None:
     if not isinstance(value, np.ndarray) or value.dtype != np.uint8:
         return value
-    if value.size and value.max() > 1:
-        raise InvalidRequest(f"{where}: mask holds {int(value.max())}; only 0 and 1 are defined", field="mask")
-    return value.astype(np.bool_)
+    return binary_mask(value, where)
+
+
+def binary_mask(values: npt.ArrayLike, where: str) -> Mask:
+    """A mask of any numeric type as bool, of the same shape.
+
+    Raises:
+        InvalidRequest: anything but 0 and 1, NaN included: what half a token means is not defined.
+    """
+    array = np.asarray(values)
+    if array.dtype == np.bool_ or not array.size:
+        return array.astype(np.bool_)
+    if array.dtype.kind not in "iuf":
+        raise InvalidRequest(f"{where}: mask is {array.dtype}, must be 0 and 1", field="mask")
+    odd = array[(array != 0) & (array != 1)]
+    if odd.size:
+        raise InvalidRequest(f"{where}: mask holds {odd[0]}; only 0 and 1 are defined", field="mask")
+    return array.astype(np.bool_)
 
 
 def require_finite(name: str, values: Float32Array | None, mask: Mask, where: str) -> None:
-    """Refuse a NaN or infinite log-prob at mask 1; at mask 0 anything goes."""
+    """Refuse a NaN, an infinite or a positive log-prob at mask 1; at mask 0 anything goes."""
     if values is None:
         return
+    above = np.flatnonzero(mask & (values > MOST_LOGPROB) & np.isfinite(values))
+    if above.size:
+        position = int(above[0])
+        raise InvalidRequest(
+            f"{where}: {name} is {values[position]} at position {position} of {values.size}, a log-prob is at most 0 "
+            f"({above.size} such positions); these look like probabilities or negated log-probs",
+            field=name,
+        )
     bad = np.flatnonzero(mask & ~np.isfinite(values))
     if bad.size:
         position = int(bad[0])

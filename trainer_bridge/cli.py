@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rollout.cli import Config, JsonFile, Overrides, write_json
+from rollout.cli import Config, JsonFile, Overrides, place, write_json
 from rollout.errors import InvalidRequest
 from trainer_bridge.cli_replicas import register as register_replicas
 from trainer_bridge.cli_weights import register as register_weights
@@ -83,7 +83,7 @@ def demo(
 
 
 def generate(
-    out: Annotated[Path, typer.Option(help="JSONL file of rollouts to write.")],
+    out: Annotated[Path, typer.Option(help="JSONL file of rollouts to write.", callback=place)],
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
     prompts: Annotated[Path | None, typer.Option(help='JSONL of {"prompt": text} or {"prompt_ids": [...]}.')] = None,
     address: Annotated[str | None, typer.Option(help="A running service; else one is started for this call.")] = None,
@@ -135,7 +135,8 @@ def compare(
     positions: Annotated[int, typer.Option(min=1, help="Tokens in a bin of positions.")] = 64,
     worst: Annotated[int, typer.Option(min=0, help="How many of the worst tokens to name.")] = 10,
     keep_rows: Annotated[
-        Path | None, typer.Option(help="File (.npz) for the trainer's logits rows where row digests differ first.")
+        Path | None,
+        typer.Option(help="File (.npz) for the trainer's logits rows where row digests differ first.", callback=place),
     ] = None,
     overrides: Overrides = None,
 ) -> None:

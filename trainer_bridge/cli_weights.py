@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from rollout.cli import JsonFile, write_json
 from rollout.errors import InvalidRequest
+from rollout.strict_json import strict_loads
 
 if TYPE_CHECKING:
     from trainer_bridge.weight_check import ReplicaVerdict
@@ -108,7 +108,7 @@ def read_digests(path: Path) -> dict[str, str]:
         InvalidRequest: the file is something else.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = strict_loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict) or not value:
             raise ValueError("no object with names")
         if any(len(bytes.fromhex(digest)) != 32 for digest in value.values()):

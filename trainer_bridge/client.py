@@ -45,6 +45,7 @@ from trainer_bridge.wire.request import (
     GenerateOptions,
     ScoreCallOptions,
     abort_target,
+    check_concurrency,
     make_request,
     make_score_request,
 )
@@ -120,6 +121,7 @@ class RolloutClient:
 
     def generate_many(self, requests: Sequence[GenerateRequest], *, concurrency: int = 64) -> list[GenerateResult]:
         """Results in the order of the requests; at most ``concurrency`` at a time. A failure cancels the rest."""
+        check_concurrency(concurrency)
         if not requests:
             return []
         calls = _LiveCalls()

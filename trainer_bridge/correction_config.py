@@ -55,6 +55,11 @@ class CorrectionConfig:
         """Check by parsing."""
         if self.rollout_is is not None and self.rollout_is not in IS_LEVELS:
             raise ConfigError(f"rollout_is {self.rollout_is!r} is none of {', '.join(IS_LEVELS)}", field="rollout_is")
+        if type(self.rollout_is_batch_normalize) is not bool:
+            raise ConfigError(
+                f"rollout_is_batch_normalize {self.rollout_is_batch_normalize!r} is neither true nor false",
+                field="rollout_is_batch_normalize",
+            )
         if self.rollout_is is not None:
             self.is_bounds()
         if self.rollout_rs is not None:
@@ -77,7 +82,11 @@ class CorrectionConfig:
         return dict(zip(options, self._rs_each(options), strict=True))
 
     def _rs_each(self, options: Sequence[str]) -> list[Bounds]:
-        texts = [part.strip() for part in str(self.rollout_rs_threshold or "").split(",") if part.strip()]
+        texts = [
+            part.strip()
+            for part in str("" if self.rollout_rs_threshold is None else self.rollout_rs_threshold).split(",")
+            if part.strip()
+        ]
         if len(texts) == 1:
             texts *= len(options)
         if len(texts) != len(options):

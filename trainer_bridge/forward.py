@@ -17,10 +17,12 @@ from rollout.attention import PackedStep
 from rollout.errors import InvalidRequest
 from rollout.images import ImageInput
 from rollout.logprobs import effective_temperature, policy_logprobs, row_digests
-from rollout.model import SharedModel
+from rollout.model import ModelSpec, SharedModel
 from rollout.multimodal import ImageFeatures, VisualRows, visual_rows
 from rollout.placement import ImageSpan, place
 from rollout.types import Int32Array, UInt64Array
+from trainer_bridge.checks import binary_mask
+from trainer_bridge.ids import id_array
 
 HEAD_ROWS = 512
 """Rows whose logits exist at a time; the rest of the head is recomputed in backward."""
@@ -64,16 +66,11 @@ def pack(samples: Sequence[TrainingSample]) -> PackedBatch:
     """Lay samples end to end.
 
     Raises:
-        InvalidRequest: an empty batch, prompt or generation.
+        InvalidRequest: an empty batch, prompt or generation; ids that are no integers.
     """
     if not samples:
         raise InvalidRequest("no samples to pack")
-    for i, sample in enumerate(samples):
-        if not len(sample.prompt_ids) or not len(sample.token_ids):
-            raise InvalidRequest(
-                f"sample {i} has {len(sample.prompt_ids)} prompt and {len(sample.token_ids)} generated tokens; "
-                "both must be at least 1"
-            )
+    sides = [_checked_ids(sample, f"sample {i}") for i, sample in enumerate(samples)]
     sizes = [len(s.prompt_ids) + len(s.token_ids) for s in samples]
     edges = np.concatenate(([0], np.cumsum(sizes)))
     rows = [
@@ -83,32 +80,50 @@ def pack(samples: Sequence[TrainingSample]) -> PackedBatch:
     lengths = tuple(len(s.token_ids) for s in samples)
     temperatures = [effective_temperature(s.temperature) for s in samples]
     return PackedBatch(
-        input_ids=torch.from_numpy(
-            np.concatenate([a for s in samples for a in (s.prompt_ids, s.token_ids)]).astype(np.int64)
-        ),
+        input_ids=torch.from_numpy(np.concatenate([ids for side in sides for ids in side]).astype(np.int64)),
         positions=torch.from_numpy(np.concatenate([np.arange(size) for size in sizes])),
         cu_seqlens=torch.from_numpy(edges.astype(np.int32)),
         rows=torch.from_numpy(np.concatenate(rows)),
-        targets=torch.from_numpy(np.concatenate([s.token_ids for s in samples]).astype(np.int64)),
+        targets=torch.from_numpy(np.concatenate([generated for _, generated in sides]).astype(np.int64)),
         temperatures=torch.from_numpy(np.repeat(np.array(temperatures, np.float32), lengths)),
         lengths=lengths,
     )
 
 
-def _check_fit(samples: Sequence[TrainingSample], vocab_size: int, context_length: int) -> None:
-    """Ids of another tokenizer's, or of a padded vocabulary, have no row here; and no rollout goes past its context."""
+def _checked_ids(sample: TrainingSample, name: str) -> tuple[Int32Array, Int32Array]:
+    prompt = id_array(sample.prompt_ids, f"{name}: prompt_ids")
+    generated = id_array(sample.token_ids, f"{name}: token_ids")
+    if not prompt.size or not generated.size:
+        raise InvalidRequest(
+            f"{name} has {prompt.size} prompt and {generated.size} generated tokens; both must be at least 1"
+        )
+    return prompt, generated
+
+
+def check_samples(samples: Sequence[TrainingSample], spec: ModelSpec, names: Sequence[str] | None = None) -> None:
+    """Ids of another tokenizer's, or of a padded vocabulary, have no row here; and no rollout goes past its context.
+
+    Args:
+        names: what messages call the samples; by default their numbers.
+
+    Raises:
+        InvalidRequest: an empty part, ids that are no integers or outside the vocabulary, a sample beyond the context.
+    """
+    vocab_size, context_length = spec.vocab_size, spec.context_length
     for i, sample in enumerate(samples):
-        if (length := len(sample.prompt_ids) + len(sample.token_ids)) > context_length:
+        name = f"sample {i}" if names is None else names[i]
+        prompt, generated = _checked_ids(sample, name)
+        if (length := prompt.size + generated.size) > context_length:
             raise InvalidRequest(
-                f"sample {i} has {length} tokens, the model's context holds {context_length}; the rollouts are another "
+                f"{name} has {length} tokens, the model's context holds {context_length}; the rollouts are another "
                 "model's, or model.context_length is set too low",
                 field="token_ids",
             )
-        for part, ids in (("prompt", sample.prompt_ids), ("generated", sample.token_ids)):
+        for part, ids in (("prompt", prompt), ("generated", generated)):
             bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
             if bad.size:
                 raise InvalidRequest(
-                    f"sample {i}: {part} id {int(ids[bad[0]])} at {int(bad[0])} is outside [0, {vocab_size - 1}], the "
+                    f"{name}: {part} id {int(ids[bad[0]])} at {int(bad[0])} is outside [0, {vocab_size - 1}], the "
                     "model's vocabulary; the rollouts are another model's",
                     field="token_ids",
                 )
@@ -159,7 +174,7 @@ class TrainingForward:
             InvalidRequest: an empty part, an id outside the vocabulary, a sample longer than the context.
         """
         batch = pack(samples)
-        _check_fit(samples, self.model.spec.vocab_size, self.model.spec.context_length)
+        check_samples(samples, self.model.spec)
         step = PackedStep(self.model.kernels, batch.cu_seqlens)
         visual = self._visual(samples)
         hidden = self.model.hidden_states(batch.input_ids, batch.positions, step, visual)[
@@ -214,15 +229,16 @@ def unpad(
 
     Raises:
         InvalidRequest: a response mask that is not one run at the end of the real tokens (pack several turns as rows
-            of their own), or that marks a pad.
+            of their own), or that marks a pad; masks other than 0 and 1.
     """
     samples: list[TrainingSample] = []
     for b in range(input_ids.size(0)):
-        real = attention_mask[b].bool()
-        ids = input_ids[b][real].cpu().numpy().astype(np.int32)
-        generated = response_mask[b][real].cpu().numpy().astype(bool)
+        real = binary_mask(attention_mask[b].cpu().numpy(), f"row {b}: attention")
+        marked = binary_mask(response_mask[b].cpu().numpy(), f"row {b}: response")
+        ids = id_array(input_ids[b].cpu().numpy()[real], f"row {b}: input_ids")
+        generated = marked[real]
         length = int(generated.sum())
-        if int(response_mask[b].sum()) != length:
+        if int(marked.sum()) != length:
             raise InvalidRequest(f"row {b}: response_mask marks a padded position", field="response_mask")
         if not 0 < length < len(ids) or not generated[-length:].all():
             raise InvalidRequest(

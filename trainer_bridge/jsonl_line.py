@@ -11,6 +11,7 @@ import numpy.typing as npt
 from rollout.errors import InvalidRequest
 from rollout.temperature import checked_temperature
 from rollout.types import FinishReason, Float32Array, LogprobMode, SamplingParams, TopLogprobs, VersionSpan
+from trainer_bridge.checks import MOST_LOGPROB
 from trainer_bridge.rollout_record import RolloutRecord
 from trainer_bridge.wire.result import PromptScore
 
@@ -18,8 +19,6 @@ FORMAT = "zerodrift.rollout/2"
 FORMAT_1 = "zerodrift.rollout/1"
 """Without ``top`` and ``prompt_score``; read, not written."""
 
-MOST_LOGPROB = 0.125
-"""Rounding in bfloat16 may pass 0, by a step of its logits."""
 MINIMAL_KEYS = frozenset({"prompt_ids", "token_ids", "logprobs", "temperature"})
 KEYS = frozenset(
     {

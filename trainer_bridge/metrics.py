@@ -22,13 +22,15 @@ _NAN = float("nan")
 
 
 def exact_mean(values: Float64Array) -> float:
-    """Mean of float64 [N], the sum correctly rounded; NaN for N = 0, inf where the sum overflows."""
+    """Mean of float64 [N], the sum correctly rounded; NaN for N = 0 or infinities of both signs, inf on overflow."""
     if values.size == 0:
         return _NAN
     try:
         return math.fsum(values.tolist()) / values.size
     except OverflowError:
         return math.inf
+    except ValueError:
+        return _NAN
 
 
 def k3_terms(trainer_minus_rollout: Float64Array) -> Float64Array:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -12,7 +14,9 @@ from rollout.types import FinishReason, GenerateRequest
 from trainer_bridge.aio_client import AsyncRolloutClient
 from trainer_bridge.collect import records_of
 from trainer_bridge.rollout_record import RolloutRecord
+from trainer_bridge.room import gather_in_room
 from trainer_bridge.ulp import bits, ulp_distance
+from trainer_bridge.wire import GenerateResult
 from trainer_bridge.wire.channel import ClientSecurity
 
 
@@ -55,7 +59,8 @@ def replay_request(record: RolloutRecord, number: int) -> GenerateRequest:
     if record.finish is FinishReason.ABORTED:
         sampling = dataclasses.replace(sampling, max_tokens=max(len(record.token_ids), 1))
     return GenerateRequest(
-        f"replay{number}",
+        # Others may replay on the same service.
+        f"replay{number}-{secrets.token_hex(8)}",
         tuple(int(t) for t in record.prompt_ids),
         sampling,
         sample_index=record.sample_index,
@@ -110,6 +115,11 @@ def _surroundings(record: RolloutRecord, again: RolloutRecord) -> str:
     return "; ".join(found)
 
 
+async def _generate(client: AsyncRolloutClient, request: GenerateRequest) -> GenerateResult:
+    (result,) = await client.generate_many([request])
+    return result
+
+
 async def replay_records(
     records: list[RolloutRecord],
     address: str,
@@ -135,5 +145,5 @@ async def replay_records(
                 "(model.path=FOLDER) or send them with update_weights",
                 field="weights_digest",
             )
-        again = records_of(await client.generate_many(requests))
+        again = records_of(await gather_in_room([partial(_generate, client, request) for request in requests]))
     return [compare_replay(record, other) for record, other in zip(records, again, strict=True)]

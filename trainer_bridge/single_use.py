@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,16 +16,19 @@ from rollout.config import Settings
 from rollout.errors import InvalidRequest
 from rollout.kernels.registry import kernels_of
 from rollout.model import DTYPES, load_model
+from rollout.strict_json import strict_loads
 from rollout.types import LogprobMode, SamplingParams
 from trainer_bridge.aio_client import AsyncRolloutClient
+from trainer_bridge.checks import label
 from trainer_bridge.collect import records_of, training_sample
 from trainer_bridge.compare import compare as compare_samples
-from trainer_bridge.forward import TrainingForward
-from trainer_bridge.jsonl import read_rollouts
+from trainer_bridge.forward import TrainingForward, check_samples
 from trainer_bridge.kept_rows import KeptRow, keep_rows
-from trainer_bridge.parquet import read_parquet_rollouts
 from trainer_bridge.records import Comparison, ScoredSample
+from trainer_bridge.rollout_files import read_records
 from trainer_bridge.rollout_record import RolloutRecord
+from trainer_bridge.room import gather_in_room
+from trainer_bridge.wire import GenerateResult
 from trainer_bridge.wire.channel import ClientSecurity
 
 Prompt = str | tuple[int, ...]
@@ -38,14 +42,14 @@ def read_prompts(path: Path) -> list[Prompt]:
     """
     prompts: list[Prompt] = []
     # Not splitlines: it also parts at U+2028 and others, which a JSON string may hold as they are.
-    lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    for number, line in enumerate(lines if lines != [""] else [], 1):
+    lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
+    for number, line in enumerate(lines if lines != [b""] else [], 1):
         try:
-            prompts.append(_prompt(json.loads(line)))
-        except (ValueError, RecursionError):
+            prompts.append(_prompt(strict_loads(line.decode("utf-8"))))
+        except ValueError as error:
             raise InvalidRequest(
                 f'{path}, line {number}: expected {{"prompt": text}} or {{"prompt_ids": [...]}} and nothing else, ids '
-                "as integers"
+                f"as integers{f': {error}' if str(error) else ''}"
             ) from None
     return prompts
 
@@ -58,6 +62,12 @@ def _prompt(item: object) -> Prompt:
         case {"prompt_ids": [*ids], **rest} if not rest and all(type(i) is int for i in ids):
             return tuple(ids)
     raise ValueError
+
+
+def _later_seed(seed: int, i: int) -> int:
+    """Seed of prompt i. Seeds count modulo 2**64, so the one after the last is the first."""
+    later = seed + i
+    return later - 2**64 if later >= 2**64 else later
 
 
 @contextlib.asynccontextmanager
@@ -85,29 +95,33 @@ async def generate_rollouts(
     """Sample every prompt; prompt i gets seed + i when a seed is given. Returns records and their text."""
     if not prompts:
         raise InvalidRequest("no prompts: give --prompt or --prompts", field="prompt")
-    import asyncio
-
     security = ClientSecurity.towards(address, settings.server)
     async with service_address(address, settings) as where, AsyncRolloutClient(where, security=security) as client:
-        calls = [
-            client.generate(
-                prompt,
-                replace(sampling, seed=None if sampling.seed is None else sampling.seed + i),
-                n=n,
-                request_id=f"prompt{i}",
-                row_digests=digests,
-                priority=priority,
-            )
-            for i, prompt in enumerate(prompts)
-        ]
-        results = await asyncio.gather(*calls)
+        # Others use the service too, and may have called their first prompt the same.
+        unique = secrets.token_hex(8)
+
+        async def one(i: int) -> GenerateResult:
+            seed = None if sampling.seed is None else _later_seed(sampling.seed, i)
+            name = f"prompt{i}"
+            try:
+                result = await client.generate(
+                    prompts[i],
+                    replace(sampling, seed=seed),
+                    n=n,
+                    request_id=f"{name}-{unique}",
+                    row_digests=digests,
+                    priority=priority,
+                )
+            except InvalidRequest as error:
+                if not error.field.startswith(("prompt", "text")):
+                    raise
+                where = f"{name}, number {i + 1} of {len(prompts)}"
+                raise InvalidRequest(f"{where}: {error.message}", field=error.field) from error
+            return replace(result, request_id=name)
+
+        results = await gather_in_room([partial(one, i) for i in range(len(prompts))], samples_each=n)
     texts = [s.text or "" for r in results for s in r.samples]
     return list(zip(records_of(results), texts, strict=True))
-
-
-def read_records(path: Path) -> list[RolloutRecord]:
-    """Records of a file of rollouts, JSON Lines or, by its name's end, Parquet."""
-    return list(read_parquet_rollouts(path) if path.suffix == ".parquet" else read_rollouts(path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +161,9 @@ def score_rollouts(
     kernels = kernels_of(settings)
     model = load_model(prepare_model(settings.model.path), dtype=DTYPES[settings.model.dtype], kernels=kernels)
     forward = TrainingForward(model)
+    # All at once, by the file's names: before the work, and not by numbers within a micro-batch.
+    names = [label(r.request_id, r.sample_index) for r in records]
+    check_samples([training_sample(r) for r in records], model.spec, names)
     scored: list[ScoredSample] = []
     with forward.aligned():
         for start in range(0, len(records), micro_batch):

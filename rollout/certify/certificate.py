@@ -14,6 +14,7 @@ from rollout.assets import cache_root
 from rollout.errors import CertificateError
 from rollout.manifest import manifest_digest
 from rollout.manifest_diff import diff_manifests
+from rollout.strict_json import strict_loads
 from rollout.whole_files import write_whole
 
 FORMAT = "zerodrift.certificate/1"
@@ -101,7 +102,7 @@ def read_certificate(path: Path) -> Certificate:
         CertificateError: no such file, not a certificate, or edited since it was written.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = strict_loads(path.read_text(encoding="utf-8"))
         if value.pop("format") != FORMAT:
             raise ValueError("another format")
         value.pop("holds")

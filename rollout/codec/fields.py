@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
@@ -60,6 +61,13 @@ def assign(message: Message, prefix: str = "", **values: object) -> None:
     for name, value in values.items():
         if value is None:
             continue
+        truth = message.DESCRIPTOR.fields_by_name[name].type == FieldDescriptor.TYPE_BOOL
+        if isinstance(value, bool) and not truth:
+            raise InvalidRequest(
+                f"{prefix}{name} = {value!r} does not fit the wire type: a truth value is none", field=prefix + name
+            )
+        if truth and isinstance(value, int | float) and value not in (0, 1):
+            raise InvalidRequest(f"{prefix}{name} = {value!r} must be true or false", field=prefix + name)
         try:
             setattr(message, name, value)
         except (TypeError, ValueError) as error:
@@ -74,6 +82,9 @@ def extend(container: Any, values: Iterable[object], field: str) -> None:
     Raises:
         InvalidRequest: a value has no place in the field's wire type.
     """
+    if isinstance(values, str | bytes):
+        # Its characters would be taken for the items.
+        raise InvalidRequest(f"{field} is {values!r:.60}, must be a list: write [{values!r:.60}]", field=field)
     try:
         container.extend(values)
     except (TypeError, ValueError) as error:

@@ -1474,7 +1474,7 @@ class AbortResponse(_message.Message):
 
     ABORTED_FIELD_NUMBER: _builtins.int
     aborted: _builtins.int
-    """Samples ended."""
+    """Samples and scored sequences ended."""
     def __init__(
         self,
         *,

@@ -106,7 +106,8 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Abort ends live samples; their Generate streams end normally with FINISH_REASON_ABORTED and the partial output.
+        """Abort ends live samples; their Generate streams end normally with FINISH_REASON_ABORTED and the partial output. A live
+        Score call ends with the status ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,7 +44,9 @@ class RolloutServiceStub:
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetServerInfoRequest, _rollout_pb2.GetServerInfoResponse]
     """GetServerInfo describes model, parity manifest, weights and load."""
     Abort: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequest, _rollout_pb2.AbortResponse]
-    """Abort ends live samples; their Generate streams end normally with FINISH_REASON_ABORTED and the partial output."""
+    """Abort ends live samples; their Generate streams end normally with FINISH_REASON_ABORTED and the partial output. A live
+    Score call ends with the status ABORTED.
+    """
     Pause: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.PauseRequest, _rollout_pb2.PauseResponse]
     """Pause returns once no replica will sample another token before Resume."""
     Resume: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ResumeRequest, _rollout_pb2.ResumeResponse]
@@ -66,7 +68,9 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetServerInfoRequest, _rollout_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """GetServerInfo describes model, parity manifest, weights and load."""
     Abort: _aio.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequest, _rollout_pb2.AbortResponse]  # type: ignore[assignment]
-    """Abort ends live samples; their Generate streams end normally with FINISH_REASON_ABORTED and the partial output."""
+    """Abort ends live samples; their Generate streams end normally with FINISH_REASON_ABORTED and the partial output. A live
+    Score call ends with the status ABORTED.
+    """
     Pause: _aio.UnaryUnaryMultiCallable[_rollout_pb2.PauseRequest, _rollout_pb2.PauseResponse]  # type: ignore[assignment]
     """Pause returns once no replica will sample another token before Resume."""
     Resume: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ResumeRequest, _rollout_pb2.ResumeResponse]  # type: ignore[assignment]
@@ -115,7 +119,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.AbortResponse, _abc.Awaitable[_rollout_pb2.AbortResponse]]:
-        """Abort ends live samples; their Generate streams end normally with FINISH_REASON_ABORTED and the partial output."""
+        """Abort ends live samples; their Generate streams end normally with FINISH_REASON_ABORTED and the partial output. A live
+        Score call ends with the status ABORTED.
+        """
 
     @_abc_1.abstractmethod
     def Pause(

@@ -9,7 +9,7 @@ import pytest
 
 from rollout.admission import Admission, AdmittingBackend, admission_of
 from rollout.config import Settings
-from rollout.errors import CapacityExceeded
+from rollout.errors import CapacityExceeded, InvalidRequest
 from rollout.metrics import PrometheusMeter
 from rollout.types import GenerateRequest, SamplingParams, ScoreRequest, ScoreSequence
 from tests.fakes.backend import FakeBackend
@@ -65,3 +65,20 @@ async def test_the_backend_is_not_asked() -> None:
     backend.gate.set()
     assert await live
     assert await read(request("two"))
+
+
+async def test_what_never_fits_is_not_told_to_wait() -> None:
+    """4,000 sequences were answered "wait for some to end" by an idle service; a client that did waited for ever."""
+    admission = Admission(4, 3)
+    with (
+        pytest.raises(InvalidRequest, match=r"4 samples or sequences in one call.*hold 3.*send fewer"),
+        admission.hold("a", 4),
+    ):
+        pass
+    with admission.hold("a", 3):
+        pass
+    backend: Any = FakeBackend()
+    admitting = AdmittingBackend(backend, PrometheusMeter(), SETTINGS)
+    with pytest.raises(InvalidRequest, match="send fewer"):
+        await admitting.score(ScoreRequest("s", (ScoreSequence((3, 4)),) * 9))
+    assert not backend.seen

@@ -168,6 +168,27 @@ def test_options_that_one_side_would_ignore_are_refused(
         fresh_model(with_config(tiny_qwen3_path, tmp_path / "m", **fields), torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps = -1.0, must be at least 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan"),
+        (rope(rope_theta=0.0), "rope_theta = 0.0, must be above 0"),
+        (rope(rope_theta=-1e4), "rope_theta = -10000.0"),
+        (rope(rope_theta=float("inf")), "rope_theta = inf"),
+        (rope(rope_type="linear", factor=0.0), "rope factor = 0.0"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings = 0, must be at least 1"),
+    ],
+    ids=str,
+)
+def test_numbers_that_make_every_log_prob_nan(
+    fields: dict[str, Any], match: str, tiny_qwen3_path: Path, tmp_path: Path
+) -> None:
+    """The model loaded, and the first request was told that the weights are broken."""
+    assert match in refusal(with_config(tiny_qwen3_path, tmp_path / "odd", **fields))
+    fresh_model(with_config(tiny_qwen3_path, tmp_path / "fine", rms_norm_eps=0.0), torch.float32)
+
+
 def test_two_bases_of_the_rotary_embedding(tiny_qwen3_path: Path, tmp_path: Path) -> None:
     message = refusal(with_config(tiny_qwen3_path, tmp_path / "two", rope_theta=777.0))
     assert "rope_theta = 777.0 and rope_parameters.rope_theta = 10000.0" in message

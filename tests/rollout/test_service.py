@@ -282,6 +282,26 @@ class TestAbort:
             await stub.Abort(pb.AbortRequest())
         assert await client.abort(all_requests=True) == 0
 
+    @pytest.mark.parametrize("everything", [False, True])
+    async def test_a_score_that_runs_ends_too(
+        self, backend: FakeBackend, client: AsyncRolloutClient, everything: bool
+    ) -> None:
+        """Its name was live, "abort it" was the advice to whoever used it again, and Abort knew no such request."""
+        backend.hold()
+        score = asyncio.create_task(client.score([ScoreSequence((1, 2)), ScoreSequence((1, 3))], request_id="s"))
+        await wait(backend.reached)
+        with pytest.raises(DuplicateRequest, match="abort it"):
+            await client.score([ScoreSequence((1, 2))], request_id="s")
+        assert await (client.abort(all_requests=True) if everything else client.abort("s")) == 2
+        with pytest.raises(RequestAborted, match="'s' was aborted by the client"):
+            await asyncio.wait_for(score, 20)
+        assert backend.closed == ["s"]
+        backend.gate.set()
+        # The name is free, and nothing of the abort is left.
+        assert len((await client.score([ScoreSequence((1, 2))], request_id="s")).scores) == 1
+        with pytest.raises(NotFound):
+            await client.abort("s")
+
 
 async def test_pause_resume_and_info(backend: FakeBackend, client: AsyncRolloutClient) -> None:
     assert await client.pause() == WeightState(1, "01")

@@ -9,7 +9,8 @@ from typing import BinaryIO
 
 import pytest
 
-from rollout.whole_files import write_whole
+from rollout.errors import InvalidRequest
+from rollout.whole_files import require_place, write_whole
 
 
 def test_the_old_one_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
@@ -64,3 +65,16 @@ def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         write_whole(tmp_path / "nowhere" / "a", lambda file: file.write(b"x"))
+
+
+def test_a_place_is_judged_before_the_work(tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.write_bytes(b"x")
+    taken.chmod(0o400)
+    # Renamed into place, so the old file's own mode does not matter.
+    for fine in (tmp_path / "new", taken, Path("/dev/null")):
+        assert require_place(fine) == fine
+    for bad, fault in ((tmp_path, "is a folder"), (tmp_path / "no" / "x", "no folder"), (taken / "x", "no folder")):
+        with pytest.raises(InvalidRequest, match=fault):
+            require_place(bad)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["taken"]

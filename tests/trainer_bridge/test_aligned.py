@@ -236,6 +236,18 @@ def test_i6_positions_that_count_pads_are_refused() -> None:
         sequence_bounds((1, 4), None, torch.zeros(1, 4), torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    "mask", [[[1, 1, 2, 2]], [[0.0, 0.0, float("-inf"), 0.0]], [[1.0, 0.5, 1.0, 1.0]], [[float("nan"), 1.0, 1.0, 1.0]]]
+)
+def test_h5_a_mask_is_1_and_0(mask: list[list[float]]) -> None:
+    """Numbers of packed sequences were clamped to 1, so that the second one saw the first."""
+    with pytest.raises(UnsupportedFeature, match="the attention mask holds"):
+        sequence_bounds((1, 4), None, torch.tensor(mask), torch.device("cpu"))
+    for dtype in (torch.bool, torch.int32, torch.float32):
+        rows, bounds = sequence_bounds((1, 4), None, torch.ones(1, 4, dtype=dtype), torch.device("cpu"))
+        assert rows is None and bounds.tolist() == [0, 4]
+
+
 def test_what_cannot_be_exact_is_refused(tiny_llama_path: Path) -> None:
     model = load(tiny_llama_path)
     model.config.attention_dropout = 0.1

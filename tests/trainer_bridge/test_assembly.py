@@ -28,6 +28,7 @@ from rollout.types import (
 )
 from tests.fakes.backend import FakeBackend
 from trainer_bridge.wire import Assembler, check_scores
+from trainer_bridge.wire.echo import echo_difference
 
 SAMPLING = SamplingParams(seed=3, max_tokens=10)
 REQUEST = GenerateRequest("x", (5, 6), SAMPLING, n=2, sample_index=1, row_digests=True)
@@ -94,6 +95,10 @@ BROKEN: dict[str, Callable[[list[GenerateEvent]], Any]] = {
     "completion of another request": edit(Completion, 0, request_id="y"),
     "another prompt": edit(Completion, 0, prompt_ids=(5, 7)),
     "another seed": edit(Completion, 0, sampling=replace(SAMPLING, seed=4)),
+    "another temperature": edit(Completion, 0, sampling=replace(SAMPLING, temperature=0.5)),
+    "a filter that nobody asked for": edit(Completion, 0, sampling=replace(SAMPLING, top_k=20)),
+    "a longer budget": edit(Completion, 0, sampling=replace(SAMPLING, max_tokens=11)),
+    "more tokens than the budget": edit(Completion, 0, sampling=replace(SAMPLING, max_tokens=9)),
 }
 
 
@@ -152,6 +157,46 @@ class TestConservation:
             replace(result, scores=scores[::-1]),
             replace(result, scores=(scores[0], replace(scores[1], row_digests=np.zeros(1, np.uint64)))),
             replace(result, request_id="t"),
+            replace(result, temperature=0.5),
         ):
             with pytest.raises(ParityError):
                 check_scores(request, broken)
+
+
+ASKED = SamplingParams(
+    temperature=0.7, top_k=-1, top_p=0.9, min_p=0.1, seed=2**64 - 1, max_tokens=9, stop=("a",), barred_token_ids=(5,)
+)
+USED = replace(ASKED, temperature=float(np.float32(0.7)), top_k=0, seed=-1)
+
+
+class TestEcho:
+    """A9: a parameter that a path loses shows at the client, whichever it is."""
+
+    def test_what_the_service_may_change(self) -> None:
+        assert echo_difference(ASKED, USED) == ""
+        assert echo_difference(ASKED, replace(USED, max_tokens=3, barred_token_ids=(5, 6))) == ""
+        open_ended = replace(ASKED, seed=None, max_tokens=None, barred_token_ids=(6, 5, 6))
+        assert echo_difference(open_ended, replace(USED, seed=9, max_tokens=100, barred_token_ids=(5, 6))) == ""
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("temperature", 1.0),
+            ("temperature", float(np.nextafter(np.float32(0.7), np.float32(1)))),
+            ("top_k", 20),
+            ("top_p", 1.0),
+            ("min_p", 0.0),
+            ("seed", 5),
+            ("seed", None),
+            ("max_tokens", 10),
+            ("max_tokens", None),
+            ("stop_token_ids", (3,)),
+            ("stop", ()),
+            ("include_stop", True),
+            ("ignore_eos", True),
+            ("bar_undefined_tokens", True),
+            ("barred_token_ids", ()),
+        ],
+    )
+    def test_anything_else_is_named(self, field: str, value: Any) -> None:
+        assert echo_difference(ASKED, replace(USED, **{field: value})).startswith(f"{field} ")

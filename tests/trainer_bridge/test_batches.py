@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.errors import InvalidRequest
-from rollout.types import VersionSpan
+from rollout.errors import InvalidRequest, ParityError
+from rollout.types import LogprobMode, VersionSpan
 from tests.trainer_bridge.samples import f32
 from trainer_bridge.batches import column, samples_from_arrays, samples_from_dataproto, samples_from_nested
 from trainer_bridge.compare import compare
@@ -122,7 +122,100 @@ def test_what_is_missing_is_named() -> None:
     data.meta_info = {}
     with pytest.raises(InvalidRequest, match="temperature"):
         samples_from_dataproto(data)
-    with pytest.raises(InvalidRequest, match="1 rows of the trainer, 2 of the rollout"):
+    with pytest.raises(InvalidRequest, match="1 in trainer, 2 in rollout"):
         samples_from_arrays([f32([-1.0])], [f32([-1.0])] * 2, [[1]], temperature=1.0)
     with pytest.raises(InvalidRequest, match="float64"):
         samples_from_arrays([np.array([-1.0])], [f32([-1.0])], [[1]], temperature=1.0)
+
+
+@pytest.mark.parametrize("value", [0.5, 2.0, -1.0, NAN])
+def test_j5_a_mask_is_0_or_1(value: float) -> None:
+    """Anything else was taken for 1."""
+    with pytest.raises(InvalidRequest, match="mask holds"):
+        samples_from_arrays([f32([-1.0, -2.0])], [f32([-1.0, -2.0])], [[value, 1]], temperature=1.0)
+    marks = torch.tensor([[1.0, value, 0, 0], [1, 0, 1, 1]])
+    with pytest.raises(InvalidRequest, match="mask holds"):
+        samples_from_dataproto(dataproto(response_mask=marks))
+    assert samples_from_dataproto(dataproto(response_mask=torch.tensor([[1.0, 1, 0, 0], [1, 0, 1, 1]])))[0].mask.all()
+
+
+def test_a_marked_pad_is_no_token_that_may_be_dropped() -> None:
+    marks = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1]])
+    with pytest.raises(InvalidRequest, match="row 0: response_mask marks token 2, which attention_mask calls a pad"):
+        samples_from_dataproto(dataproto(response_mask=marks))
+
+
+def test_responses_padded_on_the_left_keep_their_tokens() -> None:
+    """The first tokens of the row were taken, which are pads, and the last ones lost."""
+    left, data = dataproto(), dataproto()
+    for name in ("responses", "response_mask", "rollout_log_probs", "old_log_probs"):
+        left.batch[name] = torch.cat((data.batch[name][:1].roll(2, dims=1), data.batch[name][1:]))
+    left.batch["attention_mask"] = torch.tensor([[0, 1, 1, 0, 0, 1, 1], [1] * 7])
+    assert repr(compare(samples_from_dataproto(left))) == repr(compare(samples_from_dataproto(data)))
+    assert samples_from_dataproto(left)[0].token_ids.tolist() == [20, 21]
+
+
+@pytest.mark.parametrize("name", ["rollout_log_probs", "old_log_probs", "response_mask", "responses", "attention_mask"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_c6_a_tensor_of_another_size_is_refused_and_not_cut(name: str, axis: int) -> None:
+    data = dataproto()
+    value = data.batch[name]
+    data.batch[name] = torch.cat((value, value.narrow(axis, 0, 1)), dim=axis)
+    with pytest.raises(InvalidRequest, match=r"has the shape .* nothing is padded or cut"):
+        samples_from_dataproto(data)
+
+
+@pytest.mark.parametrize("given", ["token_ids", "prompt_ids", "details", "names"])
+def test_too_few_of_anything_is_told(given: str) -> None:
+    row = f32([-1.0])
+    with pytest.raises(InvalidRequest, match=f"2 in masks, 1 in {given}"):
+        samples_from_arrays([row] * 2, [row] * 2, [[1]] * 2, temperature=1.0, **{given: [[1]]})  # type: ignore[arg-type]
+
+
+def test_ids_and_casts_are_refused_by_name() -> None:
+    row = f32([-1.0, -2.0])
+    for ids in ([1.7, 2.0], [2**33 + 1, 2]):
+        with pytest.raises(InvalidRequest, match="token_ids"):
+            samples_from_arrays([row], [row], [[1, 1]], temperature=1.0, token_ids=[ids])
+    data = dataproto()
+    data.batch["old_log_probs"] = data.batch["old_log_probs"].bfloat16()
+    with pytest.raises(InvalidRequest, match=r"old_log_probs is torch\.bfloat16, must be float32"):
+        samples_from_dataproto(data)
+    data = dataproto()
+    data.batch["old_log_probs"].requires_grad_()
+    assert repr(compare(samples_from_dataproto(data))) == repr(compare(samples_from_dataproto(dataproto())))
+
+
+def test_a2_what_the_rollout_says_of_its_temperature_is_heeded() -> None:
+    """verl names the trainer's for the whole batch; a sample of another one was compared under that label."""
+    row, mask = [f32([-1.0])], [[1]]
+
+    def made(trainer: float | None, said: float | None, **more: Any) -> Any:
+        told = {} if said is None else {"temperature": said}
+        return samples_from_arrays(row, row, mask, temperature=trainer, details=[told | more])[0]
+
+    for trainer, said in ((1.0, 0.7), (0.7, 1.0), (0.7, 0.0), (0.0, 0.7)):
+        with pytest.raises(ParityError, match="was sampled at temperature"):
+            made(trainer, said)
+    assert made(0.7, float(np.float32(0.7))).temperature == 0.7
+    assert made(None, 0.7).temperature == 0.7 and made(0.7, None).temperature == 0.7
+    greedy = made(1.0, 0.0)
+    assert (greedy.mode, greedy.temperature) == (LogprobMode.GREEDY_T1, 0.0)
+    with pytest.raises(InvalidRequest, match="no temperature is known"):
+        made(None, None)
+    with pytest.raises(ParityError, match="the rollout says that its log-probs are raw"):
+        made(1.0, 1.0, mode="raw")
+    data = dataproto()
+    data.non_tensor_batch["zerodrift"][1]["temperature"] = 1.0
+    with pytest.raises(ParityError, match=r"'v/1' sample 0 was sampled at temperature 1, the trainer scored at 0\.7"):
+        samples_from_dataproto(data)
+
+
+def test_probabilities_are_no_log_probs() -> None:
+    row = f32([-1.0, 0.5])
+    for ours, theirs, side in ((row, f32([-1.0, -0.5]), "trainer"), (f32([-1.0, -0.5]), row, "rollout")):
+        with pytest.raises(InvalidRequest, match=f"{side}_logprobs is 0.5 at position 1.*probabilities"):
+            samples_from_arrays([ours], [theirs], [[1, 1]], temperature=1.0)
+        assert samples_from_arrays([ours], [theirs], [[1, 0]], temperature=1.0)[0].mask.sum() == 1
+    # What bfloat16 logits may leave above 0.
+    assert samples_from_arrays([f32([0.1])], [f32([0.1])], [[1]], temperature=1.0)

@@ -370,3 +370,13 @@ class TestAClosedClient:
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(0):
                         await call()
+
+
+@pytest.mark.parametrize("concurrency", [0, -1])
+async def test_no_concurrency_is_refused_and_does_not_hang(
+    client: AsyncRolloutClient, blocking: RolloutClient, concurrency: int
+) -> None:
+    with pytest.raises(InvalidRequest, match="must be at least 1"):
+        await asyncio.wait_for(client.generate_many([REQUEST], concurrency=concurrency), 20)
+    with pytest.raises(InvalidRequest, match="must be at least 1"):
+        blocking.generate_many([REQUEST], concurrency=concurrency)

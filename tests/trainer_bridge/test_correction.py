@@ -159,6 +159,38 @@ def test_j6_empty_rows_dilute_nothing_unless_verls_way_is_asked_for() -> None:
     assert diluted["training_ppl"] == pytest.approx(2.597, abs=1e-3)
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_j6_no_metric_weight_or_mask_depends_on_empty_rows(config: CorrectionConfig) -> None:
+    """Per-sample figures of weights and rejection counted an empty row as a sample of weight 0 or ratio 1."""
+    trainer, rollout, mask = batch()
+    # All ratios below 1: an empty row's 1 would be the largest.
+    trainer = rollout - 0.5
+
+    def padded(values: torch.Tensor, at: int) -> torch.Tensor:
+        return torch.cat((values[:at], torch.zeros(3, values.shape[1], dtype=values.dtype), values[at:]))
+
+    alone = correct(trainer, rollout, mask, config)
+    for at in (0, 2, 5):
+        found = correct(padded(trainer, at), padded(rollout, at), padded(mask, at), config)
+        assert found.metrics == alone.metrics
+        assert torch.equal(found.mask, padded(alone.mask, at))
+        assert (found.weights is None) == (alone.weights is None)
+        if found.weights is not None and alone.weights is not None:
+            assert torch.equal(found.weights, padded(alone.weights, at))
+    diluted = correct(padded(trainer, 0), padded(rollout, 0), padded(mask, 0), config, drop_empty=False)
+    assert diluted.metrics != alone.metrics
+
+
+def test_what_is_no_batch_and_no_switch_is_refused() -> None:
+    row = torch.tensor([-1.0])
+    with pytest.raises(InvalidRequest, match=r"must be \[rows, tokens\]"):
+        correct(row, row, torch.tensor([1]), CorrectionConfig())
+    with pytest.raises(ConfigError, match="'false' is neither true nor false"):
+        CorrectionConfig("token", rollout_is_batch_normalize="false")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="must satisfy 0 < lower"):
+        CorrectionConfig(rollout_rs="token_k2", rollout_rs_threshold=0.0)
+
+
 @pytest.mark.parametrize("side", ["trainer", "rollout"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_log_prob_that_is_none_is_refused_where_it_counts(side: str, value: float) -> None:

@@ -216,6 +216,24 @@ async def test_only_the_end_was_lost(tiny_qwen3_path: Path, monkeypatch: pytest.
         await assert_idle(client)
 
 
+async def test_d6_the_rest_is_drawn_as_the_beginning_was(tiny_qwen3_path: Path) -> None:
+    """Without its seed the service drew a new one for the rest, and two streams of noise made one sample."""
+    begun = BegunSample((5, 6), (VersionSpan(0, 0, 2),))
+    async with tiny_service(tiny_qwen3_path) as (_, client):
+        plain = GenerateRequest("x", PROMPT, sampling(max_tokens=6), resume=begun)
+        for odd, match in (
+            (sampling(seed=None, max_tokens=6), "resume without a seed"),
+            (sampling(max_tokens=6, barred_token_ids=(6,)), r"resume.tokens\[1\] = 6 is barred"),
+        ):
+            with pytest.raises(InvalidRequest, match=match):
+                await _tokens(client, replace(plain, sampling=odd))
+        for fine in (sampling(seed=None, max_tokens=6, temperature=0.0), sampling(max_tokens=6, barred_token_ids=(7,))):
+            assert len(await _tokens(client, replace(plain, sampling=fine))) == 4
+        unbegun = replace(plain, sampling=sampling(seed=None, max_tokens=6), resume=BegunSample((), ()))
+        assert len(await _tokens(client, unbegun)) == 6
+        await assert_idle(client)
+
+
 async def test_weights_that_are_gone(tiny_qwen3_path: Path) -> None:
     async with tiny_service(tiny_qwen3_path) as (_, client):
         begun = BegunSample((5,), (VersionSpan(0, 0, 1),))

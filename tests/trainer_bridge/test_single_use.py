@@ -153,3 +153,62 @@ def test_a_line_separator_within_a_prompt_parts_no_line(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a\u2028b\x85c"}\n{"prompt_ids": [1]}\n', encoding="utf-8")
     assert read_prompts(path) == ["a\u2028b\x85c", (1,)]
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (b'{"prompt": "a\xff"}', "utf-8"),
+        (b'{"prompt": "a", "prompt": "b"}', "'prompt' stands twice"),
+        (b'\xef\xbb\xbf{"prompt": "a"}', "BOM"),
+        (b'{"prompt": ' + b"[" * 100_000, "nested too deeply"),
+    ],
+    ids=["not UTF-8", "a key twice", "a byte order mark", "nested"],
+)
+def test_prompts_that_readers_disagree_on_are_refused_by_line(tmp_path: Path, line: bytes, fault: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n' + line + b"\n")
+    with pytest.raises(InvalidRequest, match=f"line 2.*{fault}"):
+        read_prompts(path)
+
+
+async def test_a_bad_prompt_and_a_bad_line_are_named_as_the_file_has_them(
+    tiny_qwen3_path: Path, tmp_path: Path
+) -> None:
+    settings = load_settings(None, [f"model.path={tiny_qwen3_path}", "server.port=0", "engine.kv_cache_tokens=4096"])
+    sampling = SamplingParams(max_tokens=2)
+    for bad, fault in (((3, 99), r"prompt_ids\[1\] = 99"), ((), "empty"), ((2**40,), "no token id")):
+        with pytest.raises(InvalidRequest, match=f"prompt2, number 3 of 3: .*{fault}"):
+            await generate_rollouts(
+                [(3,), (4,), bad], sampling, n=1, digests=False, address=None, settings=settings
+            )  # fmt: skip
+    # The fault lies in the second micro-batch.
+    row = {"prompt_ids": [3], "token_ids": [5], "logprobs": [-1.0], "temperature": 1.0}
+    path = tmp_path / "r.jsonl"
+    for bad_row, fault in (({"token_ids": [64]}, "id 64"), ({"prompt_ids": []}, "0 prompt and 1 generated")):
+        path.write_text("".join(json.dumps(r) + "\n" for r in [row] * 3 + [row | bad_row]), encoding="utf-8")
+        with pytest.raises(InvalidRequest, match=f"request 'line-4' sample 0.*{fault}"):
+            score_rollouts(path, settings, micro_batch=2, policy_logprobs=True)
+
+
+async def test_seeds_of_later_prompts_go_round(tiny_qwen3_path: Path) -> None:
+    settings = load_settings(None, [f"model.path={tiny_qwen3_path}", "server.port=0", "engine.kv_cache_tokens=4096"])
+    options: Any = {"n": 1, "digests": False, "address": None, "settings": settings}
+    sampling = SamplingParams(seed=2**64 - 1, max_tokens=8, ignore_eos=True)
+    last, first = await generate_rollouts([(3,), (3,)], sampling, **options)
+    ((zero, _),) = await generate_rollouts([(3,)], replace(sampling, seed=0), **options)
+    assert first[0].seed == 0 and first[0].token_ids.tolist() == zero.token_ids.tolist()
+    assert last[0].token_ids.tolist() != zero.token_ids.tolist()
+
+
+@pytest.mark.parametrize(("verb", "option"), [("generate", "--out"), ("compare", "--json"), ("compare", "--keep-rows")])
+def test_output_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path, verb: str, option: str) -> None:
+    """No model is named here: the work itself would fail otherwise."""
+    app = typer.Typer()
+    register(app)
+    (tmp_path / "r.jsonl").write_text("")
+    first = ["-p", "a"] if verb == "generate" else [str(tmp_path / "r.jsonl")]
+    for where, fault in ((tmp_path / "nowhere" / "x", "no folder"), (tmp_path, "is a folder")):
+        result = CliRunner().invoke(app, [verb, *first, option, str(where), "model.path=/nowhere"])
+        assert isinstance(result.exception, InvalidRequest) and fault in result.exception.message
+    assert not (tmp_path / "nowhere").exists()

@@ -26,6 +26,7 @@ from trainer_bridge.dashboard.sample_line import sample_line
 from trainer_bridge.dashboard.summaries import run_page, run_summary, sample_page, step_page
 from trainer_bridge.dashboard.watch import Watcher
 from trainer_bridge.explain.source import Side
+from trainer_bridge.store.merge import plain
 from trainer_bridge.store.reader import RunStore
 
 SIDES: tuple[Side, ...] = ("rollout", "trainer")
@@ -39,13 +40,29 @@ _STATUS: tuple[tuple[type[RolloutError], int], ...] = (
 
 
 class Json(Response):
-    """JSON; a float is written with the shortest decimal that reads back as the same float. NaN is an error."""
+    """JSON; a float is written with the shortest decimal that reads back as the same float. NaN is null."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
         """Bytes of the content."""
-        return json.dumps(content, allow_nan=False, separators=(",", ":"), ensure_ascii=False).encode()
+        try:
+            return _dumps(content)
+        except ValueError:
+            # One reward that is NaN must not hide a whole run.
+            return _dumps(_plain(content))
+
+
+def _dumps(content: Any) -> bytes:
+    return json.dumps(content, allow_nan=False, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return plain(value) if isinstance(value, float) else value
 
 
 class Api:
@@ -215,9 +232,12 @@ def _sample(request: Request) -> tuple[int, str, int]:
 
 def _integer(text: str, name: str) -> int:
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
-        raise InvalidRequest(f"{name} = {text!r} is not an integer", field=name) from None
+        raise InvalidRequest(f"{name} = {text[:40]!r} is not an integer", field=name) from None
+    if not -(2**63) <= value < 2**63:
+        raise InvalidRequest(f"{name} = {text[:40]} is beyond 64 bits", field=name)
+    return value
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from trainer_bridge.rollout_record import RolloutRecord
 
 Rollouts = Annotated[
-    Path, typer.Argument(help="JSONL file of rollouts, ours or another engine's; or a recorded run: RUNS/run=NAME.")
+    Path,
+    typer.Argument(
+        help="File of rollouts (JSONL or Parquet), ours or another engine's; or a recorded run: RUNS/run=NAME."
+    ),
 ]
 Step = Annotated[int | None, typer.Option(min=0, help="Of a recorded run: this step alone.")]
 Address = Annotated[str | None, typer.Option(help="A running service.")]
@@ -34,7 +37,9 @@ def register(app: typer.Typer) -> None:
 
 def explain(
     rollouts: Rollouts,
-    trainer: Annotated[Path | None, typer.Option(help="The trainer's log-probs as JSONL; else computed here.")] = None,
+    trainer: Annotated[
+        Path | None, typer.Option(help="The trainer's log-probs, in such a file; else computed here.")
+    ] = None,
     address: Annotated[str | None, typer.Option(help="The service that sampled, with server.debug=true.")] = None,
     rollout_model: Annotated[
         str | None, typer.Option(help="Folder of the rollout's weights; else the trainer's.")
@@ -51,11 +56,11 @@ def explain(
     from trainer_bridge.explain.run import explain as ask
     from trainer_bridge.explain.source import read_samples
     from trainer_bridge.explain.view import render, to_json
-    from trainer_bridge.jsonl import read_rollouts
+    from trainer_bridge.rollout_files import read_records
 
     settings = single_settings(config, overrides)
     samples = read_samples(rollouts, step)
-    theirs = None if trainer is None else list(read_rollouts(trainer))
+    theirs = None if trainer is None else read_records(trainer)
     right = _model_side("trainer", settings, settings.model.path)
     number, case = choose_case(samples, theirs, right, sample)
     with _rollout_side(address, rollout_model or settings.model.path, settings, case.record.replica) as left:
@@ -173,7 +178,7 @@ def choose_case(
     """The sample asked for, or the first whose bits differ, or the first of all; with its number.
 
     Raises:
-        InvalidRequest: no such line, or a trainer's file of another length.
+        InvalidRequest: no such line, or a trainer's file of another length or order.
     """
     if not samples:
         raise InvalidRequest("the file holds no rollouts")
@@ -181,6 +186,8 @@ def choose_case(
         raise InvalidRequest(f"--sample {sample}: the file holds {len(samples)} lines, counted from 0")
     if theirs is not None and len(theirs) != len(samples):
         raise InvalidRequest(f"the trainer's file holds {len(theirs)} samples, the rollouts {len(samples)}")
+    if theirs is not None:
+        check_order(samples, theirs)
     wanted = range(len(samples)) if sample is None else (sample,)
     first: tuple[int, Case] | None = None
     for i in wanted:
@@ -190,6 +197,26 @@ def choose_case(
         first = first or (i, case)
     assert first is not None
     return first
+
+
+def check_order(samples: Sequence[Stored], theirs: Sequence[RolloutRecord]) -> None:
+    """Another sample in a sample's place would pass for one that was fed other ids.
+
+    Raises:
+        InvalidRequest: the trainer's file has the samples in another order.
+    """
+    from trainer_bridge.checks import label
+
+    names = [(s.record.request_id, s.record.sample_index) for s in samples]
+    known = set(names)
+    for place, (ours, record) in enumerate(zip(names, theirs, strict=True)):
+        other = (record.request_id, record.sample_index)
+        if other != ours and other in known:
+            raise InvalidRequest(
+                f"sample {place} is {label(*other)} in the trainer's file and {label(*ours)} among the rollouts; give "
+                "both in one order",
+                field="trainer",
+            )
 
 
 def make_case(sample: Stored, theirs: RolloutRecord | None, trainer: ModelSide) -> Case:

@@ -12,7 +12,7 @@ import numpy as np
 
 from rollout.errors import InvalidRequest, NotFound
 from rollout.types import FinishReason, Float32Array, LogprobMode, SamplingParams, VersionSpan
-from trainer_bridge.jsonl import read_rollouts
+from trainer_bridge.rollout_files import read_records
 from trainer_bridge.rollout_record import RolloutRecord
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Stored:
 
 
 def read_samples(source: Path, step: int | None = None) -> list[Stored]:
-    """Samples of a JSONL file, or of a run's folder ``RUNS/run=NAME``: of one step, or of all, in order.
+    """Samples of a file of rollouts, or of a run's folder ``RUNS/run=NAME``: of one step, or of all, in order.
 
     Raises:
         InvalidRequest: a folder that is no run, or a step asked of a file. NotFound: no such step, or nothing kept.
@@ -44,7 +44,7 @@ def read_samples(source: Path, step: int | None = None) -> list[Stored]:
     if not source.is_dir():
         if step is not None:
             raise InvalidRequest(f"--step {step}: {source} is a file; steps belong to a run's folder", field="step")
-        return [Stored(record) for record in read_rollouts(source)]
+        return [Stored(record) for record in read_records(source)]
     if not source.name.startswith(_PREFIX):
         raise InvalidRequest(f"{source} is not a run's folder; give RUNS/run=NAME or a JSONL file", field="rollouts")
     # The store needs pyarrow, which a file does not.

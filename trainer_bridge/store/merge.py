@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainer_bridge.metrics import exact_mean
 from trainer_bridge.store.exact import rounded
 
 Row = Mapping[str, Any]
@@ -41,7 +42,7 @@ def step_figures(parts: Sequence[Row], unequal_values: UnequalValues) -> dict[st
         "ess": plain(parts[0]["ess"] if len(parts) == 1 else _ess(parts)),
         "weight_version": max(versions, default=None),
         "weight_digest": parts[0]["weight_digest"],
-        "mean_reward": math.fsum(rewards) / len(rewards) if rewards else None,
+        "mean_reward": plain(exact_mean(np.array(rewards, np.float64))),
         "seconds": seconds,
         "tokens_per_s": figures["tokens"] / seconds["rollout"] if seconds.get("rollout") else None,
         "scalars": {name: plain(value) for name, value in _joined(parts, "scalars").items()},

@@ -105,7 +105,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._written = self._dropped = self._waiting = self._bytes = 0
         self._last_error = ""
-        self._head_written = False
+        self._head_written = self._closed = False
         self._thread = threading.Thread(target=self._run, name="zerodrift-recorder", daemon=True)
         self._thread.start()
 
@@ -116,7 +116,7 @@ class Recorder:
         comparison: Comparison,
         facts: Sequence[SampleFacts] | None = None,
     ) -> bool:
-        """Hand a step over and return at once; False when it was dropped because the queue is full.
+        """Hand a step over and return at once; False when it was dropped: the queue is full, or ``close`` was called.
 
         Args:
             step: its number and what else is known of it.
@@ -129,12 +129,14 @@ class Recorder:
             raise InvalidRequest(f"{len(samples)} samples but facts of {len(known)}", field="facts")
         with self._lock:
             full = self._waiting >= self._options.queued_steps
-            self._waiting += 0 if full else 1
-        if full:
-            self._drop(step.step, f"{self._options.queued_steps} steps already wait for the storage")
-            return False
-        self._queue.put(_Work(step, samples, comparison, known))
-        return True
+            closed = self._closed
+            if not (full or closed):
+                self._waiting += 1
+                self._queue.put(_Work(step, samples, comparison, known))
+                return True
+        waiting = f"{self._options.queued_steps} steps already wait for the storage"
+        self._drop(step.step, "the recorder was closed" if closed else waiting)
+        return False
 
     def totals(self) -> RecordTotals:
         """Counts so far."""
@@ -143,7 +145,10 @@ class Recorder:
 
     def close(self, timeout_s: float = 60.0) -> RecordTotals:
         """Wait for what is queued, at most ``timeout_s`` seconds; steps still waiting then are reported and lost."""
-        self._queue.put(None)
+        with self._lock:
+            # Behind it nothing is read any more.
+            self._closed = True
+            self._queue.put(None)
         self._thread.join(timeout_s)
         totals = self.totals()
         if totals.waiting:

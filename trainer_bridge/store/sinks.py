@@ -10,7 +10,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from rollout.errors import ConfigError
+from trainer_bridge.metrics import exact_mean
 from trainer_bridge.records import Comparison
 from trainer_bridge.store.facts import StepFacts
 
@@ -36,7 +39,7 @@ def scalars_of(step: StepFacts, comparison: Comparison) -> dict[str, float]:
         "rollout_corr/kl": c.k1,
         "rollout_corr/k3_kl": c.k3,
         "zerodrift/weight_version": math.nan if step.weight_version is None else float(step.weight_version),
-        "zerodrift/mean_reward": math.fsum(step.rewards) / len(step.rewards) if step.rewards else math.nan,
+        "zerodrift/mean_reward": exact_mean(np.array(step.rewards, np.float64)),
         "zerodrift/tokens_per_s": c.tokens / rollout_s if rollout_s else math.nan,
     }
     return {name: value for name, value in figures.items() if not math.isnan(value)}

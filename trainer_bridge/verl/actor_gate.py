@@ -146,8 +146,9 @@ def _rows(data: Any, scored: Mapping[str, Any]) -> tuple[list[ScoredSample], lis
         cut(trainer),
         cut(rollout),
         cut(mask),
-        # The rollout's own temperature is in its details; equality of bits does not depend on the label.
-        temperature=1.0,
+        # Equality of bits does not depend on the label.
+        temperature=None,
+        otherwise=1.0,
         token_ids=cut(tokens),
         details=column(data, DETAILS),
         trainer_digests=None if digests is None else [row.view(np.uint64) for row in cut(digests)],

@@ -44,7 +44,13 @@ def hosted_settings(
         "server": {"port": 0, "host": "127.0.0.1"},
     }
     for section, fields in given.items():
-        tree.setdefault(section, {}).update(fields)
+        # `engine:` with nothing under it is an empty section.
+        if not isinstance(fields, Mapping | None):
+            raise ConfigError(
+                f"rollout.engine_kwargs.zerodrift.settings: {section} = {fields!r:.60} must be a mapping of keys",
+                field=section,
+            )
+        tree.setdefault(section, {}).update(fields or {})
     try:
         return Settings.model_validate(tree)
     except ValidationError as error:

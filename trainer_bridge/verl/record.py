@@ -20,13 +20,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.errors import ConfigError
-from trainer_bridge.batches import DETAILS, samples_from_arrays, samples_from_dataproto
+from rollout.errors import ConfigError, InvalidRequest
+from trainer_bridge.batches import DETAILS, column, samples_from_arrays, samples_from_dataproto
 from trainer_bridge.compare import compare
 
 if TYPE_CHECKING:
     from trainer_bridge.records import ScoredSample
-    from trainer_bridge.store.recorder import Recorder
+    from trainer_bridge.store.recorder import Recorder, RecordOptions
     from trainer_bridge.store.tables import Decode
 
 VARIABLE = "ZERODRIFT_RECORD"
@@ -67,7 +67,9 @@ def samples_of(data: Any) -> list[ScoredSample]:
     # Padded on the right; what lies behind a row's last compared token is not known to be more than a pad.
     lengths = [int(mask.nonzero()[0].max(initial=-1)) + 1 for mask in masks]
     cut = [[row[:n] for row, n in zip(rows, lengths, strict=True)] for rows in (ours, theirs, masks, ids)]
-    return samples_from_arrays(*cut[:3], temperature=1.0, token_ids=cut[3])
+    told = column(data.non_tensor_batch, DETAILS)
+    stated = data.meta_info.get("temperature")
+    return samples_from_arrays(*cut[:3], temperature=stated, otherwise=1.0, token_ids=cut[3], details=told)
 
 
 def step_of(data: Any, last: int) -> int:
@@ -112,13 +114,14 @@ def install() -> bool:
     """Listen, if ``ZERODRIFT_RECORD`` asks for it; whether it does.
 
     Raises:
-        ConfigError: pyarrow is missing.
+        ConfigError: pyarrow is missing, or as ``check_environment``.
     """
     folder = os.environ.get(VARIABLE)
     if not folder:
         return False
     if importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(f"{VARIABLE} is set, but pyarrow is missing: pip install 'zerodrift[dashboard]'")
+    check_environment(os.environ)
     from verl.utils.debug import metrics
 
     if not hasattr(metrics.calculate_debug_metrics, _MARK):
@@ -132,14 +135,42 @@ def install() -> bool:
     return True
 
 
+def record_options(environment: Mapping[str, str]) -> RecordOptions:
+    """What is kept, as the environment says.
+
+    Raises:
+        ConfigError: no share.
+    """
+    from trainer_bridge.store.recorder import RecordOptions
+
+    text = environment.get(f"{VARIABLE}_KEEP")
+    try:
+        return RecordOptions() if text is None else RecordOptions(keep_rate=float(text))
+    except (ValueError, InvalidRequest) as error:
+        raise ConfigError(f"{VARIABLE}_KEEP={text!r} is not a number in [0, 1]", field=f"{VARIABLE}_KEEP") from error
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Refuse at the start what would end the training at its first batch.
+
+    Raises:
+        ConfigError: a share that is none, a name of a run that no folder may have. NotFound: a model without tokenizer.
+    """
+    from trainer_bridge.store.schema import run_folder
+
+    record_options(environment)
+    run_folder(Path(), environment.get(f"{VARIABLE}_RUN") or "run")
+    _decode(environment.get(f"{VARIABLE}_MODEL", ""))
+
+
 def make_recorder(folder: Path, environment: Mapping[str, str]) -> Recorder:
     """The recorder that the environment describes; what it still holds is written when the process ends."""
     from trainer_bridge.store.facts import RunHead
-    from trainer_bridge.store.recorder import Recorder, RecordOptions
+    from trainer_bridge.store.recorder import Recorder
 
     model = environment.get(f"{VARIABLE}_MODEL", "")
     run = environment.get(f"{VARIABLE}_RUN") or time.strftime("verl-%Y%m%d-%H%M%S")
-    options = RecordOptions(keep_rate=float(environment.get(f"{VARIABLE}_KEEP", RecordOptions().keep_rate)))
+    options = record_options(environment)
     recorder = Recorder(folder, RunHead(run, source="verl", model=model), options=options, decode=_decode(model))
     atexit.register(recorder.close)
     log.info("run %s is recorded in %s", run, folder)

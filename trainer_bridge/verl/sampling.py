@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from rollout.errors import InvalidRequest, UnsupportedFeature
 from rollout.types import SamplingParams
+from trainer_bridge.ids import token_ids
 
-_PASSED = ("temperature", "top_p", "min_p", "ignore_eos")
+_NUMBERS = ("temperature", "top_p", "min_p")
 _LIMITS = ("max_tokens", "max_new_tokens")
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (None, 1, 1.0),
@@ -18,12 +19,12 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
     "prompt_logprobs": (None, False),
-    "skip_special_tokens": (None, True, False),
-    "spaces_between_special_tokens": (None, True, False),
-    "detokenize": (None, True, False),
+    "skip_special_tokens": (None, 0, 1),
+    "spaces_between_special_tokens": (None, 0, 1),
+    "detokenize": (None, 0, 1),
     "min_tokens": (None, 0),
 }
-"""Parameters that the service lacks, with the values that ask for nothing."""
+"""Parameters that the service lacks, with the values that ask for nothing; ``False`` there is not 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class LengthBudget:
         Source: ``vLLMHttpServer.generate`` of verl 0.9.1.
 
         Raises:
-            InvalidRequest: the prompt fills the context.
+            InvalidRequest: the prompt fills the context, or ``asked`` is less than 1.
         """
         room = self.context_length - prompt
         if room < 1:
@@ -49,6 +50,11 @@ class LengthBudget:
                 f"a prompt of {prompt} tokens leaves no room in a context of {self.context_length}; raise "
                 "rollout.max_model_len or shorten the prompt",
                 field="prompt_ids",
+            )
+        if asked is not None and asked < 1:
+            raise InvalidRequest(
+                f"max_tokens = {asked} asks for no token; end the trajectory, or leave it out for verl's default",
+                field="sampling.max_tokens",
             )
         if asked is None:
             asked = min(self.response_length, self.prompt_length + self.response_length - prompt)
@@ -60,36 +66,79 @@ def to_sampling(given: Mapping[str, Any], prompt: int, budget: LengthBudget) -> 
 
     Raises:
         UnsupportedFeature: a parameter that the service lacks has a value that asks for something.
-        InvalidRequest: two limits that differ.
+        InvalidRequest: two limits that differ, or a value of another kind: nothing is rounded, and text is no number.
     """
-    known = {*_PASSED, *_LIMITS, *_NEUTRAL, "top_k", "seed", "stop", "stop_token_ids", "logprobs"}
-    known |= {"include_stop_str_in_output", "no_stop_trim"}
+    known = {*_NUMBERS, *_LIMITS, *_NEUTRAL, "top_k", "seed", "stop", "stop_token_ids", "logprobs"}
+    known |= {"ignore_eos", "include_stop_str_in_output", "no_stop_trim"}
+    given = {name: _plain(value) for name, value in given.items()}
     for name, value in given.items():
-        if name not in known or (name in _NEUTRAL and value not in _NEUTRAL[name]):
+        if name not in known or (name in _NEUTRAL and not _asks_nothing(value, _NEUTRAL[name])):
             raise UnsupportedFeature(
                 f"sampling parameter {name} = {value!r} is not supported by zerodrift; leave it out. Supported: "
                 f"{', '.join(sorted(known - set(_NEUTRAL)))}",
                 field=f"sampling.{name}",
             )
-    limits = {int(given[name]) for name in _LIMITS if given.get(name) is not None}
+    limits = {_whole(given[name], name) for name in _LIMITS if given.get(name) is not None}
     if len(limits) > 1:
         raise InvalidRequest(f"max_tokens and max_new_tokens differ: {sorted(limits)}; give one", field="sampling")
-    fields = {name: given[name] for name in _PASSED if given.get(name) is not None}
-    top_k = given.get("top_k")
+    numbers: dict[str, Any] = {name: _number(given[name], name) for name in _NUMBERS if given.get(name) is not None}
+    top_k, seed, ids = given.get("top_k"), given.get("seed"), given.get("stop_token_ids")
+    _flag(given.get("no_stop_trim"), "no_stop_trim")
     sampling = SamplingParams(
-        **fields,
-        top_k=0 if top_k is None else int(top_k),
-        seed=given.get("seed"),
+        **numbers,
+        top_k=0 if top_k is None else _whole(top_k, "top_k"),
+        seed=None if seed is None else _whole(seed, "seed"),
+        ignore_eos=_flag(given.get("ignore_eos"), "ignore_eos"),
         max_tokens=budget.max_tokens(prompt, limits.pop() if limits else None),
         stop=_strings(given.get("stop")),
-        stop_token_ids=tuple(int(i) for i in given.get("stop_token_ids") or ()),
-        include_stop=bool(given.get("include_stop_str_in_output", False)),
+        stop_token_ids=() if ids is None else token_ids(ids, "sampling.stop_token_ids"),
+        include_stop=_flag(given.get("include_stop_str_in_output"), "include_stop_str_in_output"),
     )
     return sampling, _wants_logprobs(given.get("logprobs", False))
 
 
-def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value or ())
+def _plain(value: Any) -> Any:
+    """A value of numpy or torch as Python's own."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _asks_nothing(value: Any, neutral: Sequence[Any]) -> bool:
+    if not isinstance(value, bool | int | float | None):
+        return False
+    # 0 == False, but vLLM's prompt_logprobs = 0 asks for log-probs.
+    return any(value == one and (isinstance(value, bool) or not isinstance(one, bool)) for one in neutral)
+
+
+def _refuse(value: Any, name: str, wanted: str) -> NoReturn:
+    raise InvalidRequest(f"{name} = {value!r:.60} must be {wanted}", field=f"sampling.{name}")
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        _refuse(value, name, "a number")
+    return value
+
+
+def _whole(value: Any, name: str) -> int:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        _refuse(value, name, "a whole number: nothing is rounded")
+    return value
+
+
+def _flag(value: Any, name: str) -> bool:
+    # "false" is true in Python.
+    if value is not None and value not in (0, 1):
+        _refuse(value, name, "true or false")
+    return bool(value)
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else () if value is None else value
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        _refuse(value, "stop", "a string or a list of strings")
+    return tuple(texts)
 
 
 def _wants_logprobs(value: Any) -> bool:

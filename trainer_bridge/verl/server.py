@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import numpy as np
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout.errors import ReplicaUnavailable, UnsupportedFeature
@@ -94,8 +93,7 @@ class ZerodriftServer:
                     field=name,
                 )
         self._require_serving()
-        ids = prompt_ids.tolist() if isinstance(prompt_ids, np.ndarray) else list(prompt_ids)
-        turn = await self._ready.generate(ids, sampling_params, request_id, zerodrift_tag)
+        turn = await self._ready.generate(prompt_ids, sampling_params, request_id, zerodrift_tag)
         return TokenOutput(
             token_ids=turn.token_ids,
             log_probs=turn.log_probs,

@@ -14,6 +14,7 @@ from typing import Any
 from rollout.errors import NotFound, ReplicaUnavailable
 from rollout.types import FinishReason, ServerInfo
 from trainer_bridge.aio_client import AsyncRolloutClient
+from trainer_bridge.ids import token_ids
 from trainer_bridge.verl.gate import Gate, GateState
 from trainer_bridge.verl.options import VerlOptions
 from trainer_bridge.verl.sampling import LengthBudget, to_sampling
@@ -68,7 +69,7 @@ class Session:
         Raises:
             UnsupportedFeature, InvalidRequest: parameters. ReplicaUnavailable: the service is gone.
         """
-        prompt = [int(token) for token in prompt_ids]
+        prompt = token_ids(prompt_ids, "prompt_ids")
         params, wants = to_sampling(sampling, len(prompt), self._budget)
         seed, source = self._seed(params.seed, tag, prompt, request_id)
         # verl repeats ids over steps and turns, and a service may be shared, so the service gets one of our own.

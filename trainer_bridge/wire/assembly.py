@@ -23,6 +23,7 @@ from rollout.types import (
     TopLogprobs,
     VersionSpan,
 )
+from trainer_bridge.wire.echo import echo_difference, same_temperature
 from trainer_bridge.wire.result import GenerateResult, PromptScore, SampledSequence
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -170,9 +171,12 @@ class Assembler:
         if request.prompt_ids and completion.prompt_ids != request.prompt_ids:
             self._refuse("the echoed prompt is not the one that was sent")
         self._check_prompt(completion.prompt_ids)
-        asked, used = request.sampling.seed, completion.sampling.seed
-        if asked is not None and (used is None or (asked - used) % 2**64):
-            self._refuse(f"seed {asked} was asked, {used} was used")
+        if different := echo_difference(request.sampling, completion.sampling):
+            self._refuse(different)
+        most = completion.sampling.max_tokens
+        longest = max((sample.length for sample in self._samples.values()), default=0)
+        if most is not None and longest > most:
+            self._refuse(f"a sample has {longest} tokens, max_tokens was {most}")
         self._completion = completion
 
 
@@ -239,6 +243,11 @@ def check_scores(request: ScoreRequest, result: ScoreResult) -> ScoreResult:
     if any((0 if s.top is None else s.top.token_ids.shape[1]) != request.top_logprobs for s in result.scores):
         raise ParityError(
             f"Score of request {result.request_id!r}: {request.top_logprobs} alternatives a position were asked"
+        )
+    if not same_temperature(request.temperature, result.temperature):
+        raise ParityError(
+            f"Score of request {result.request_id!r}: temperature {request.temperature} was asked, "
+            f"{result.temperature} was used"
         )
     if request.request_id and result.request_id != request.request_id:
         raise ParityError(f"Score of request {request.request_id!r} was answered as {result.request_id!r}")

@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 from rollout.errors import InvalidRequest
 from rollout.images import ImageInput
 from rollout.types import GenerateRequest, SamplingParams, ScoreRequest, ScoreSequence
+from trainer_bridge.ids import token_ids
 
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_MAX_MESSAGE_BYTES = 256 * 1024 * 1024
@@ -39,10 +40,18 @@ class ScoreCallOptions(TypedDict, total=False):
 def make_request(
     prompt: str | Iterable[int], sampling: SamplingParams, options: GenerateOptions
 ) -> tuple[GenerateRequest, str | None]:
-    """The record and, for a text prompt, its text (the record then has no ids)."""
+    """The record and, for a text prompt, its text (the record then has no ids).
+
+    Raises:
+        InvalidRequest: a prompt that is neither text nor integers, or ``n`` or ``sample_index`` that is no integer.
+    """
     text = prompt if isinstance(prompt, str) else None
-    ids = () if isinstance(prompt, str) else tuple(int(token) for token in prompt)
+    ids = () if isinstance(prompt, str) else token_ids(prompt, "prompt_ids")
     fields: dict[str, Any] = {"request_id": "", **options}
+    for name in ("n", "sample_index"):
+        # The answer is put together by them, so they are needed before the service can judge them.
+        if type(fields.get(name, 0)) is not int:
+            (fields[name],) = token_ids([fields[name]], name)
     return GenerateRequest(prompt_ids=ids, sampling=sampling, **fields), text
 
 
@@ -50,6 +59,16 @@ def make_score_request(sequences: Sequence[ScoreSequence], options: ScoreCallOpt
     """The record."""
     fields: dict[str, Any] = {"request_id": "", **options}
     return ScoreRequest(sequences=tuple(sequences), **fields)
+
+
+def check_concurrency(concurrency: int) -> None:
+    """Refuse what would make no call ever.
+
+    Raises:
+        InvalidRequest: less than 1.
+    """
+    if concurrency < 1:
+        raise InvalidRequest(f"concurrency = {concurrency} must be at least 1", field="concurrency")
 
 
 def abort_target(request_id: str, all_requests: bool) -> None:

@@ -25,7 +25,7 @@ from trainer_bridge.dashboard.watch import Watcher
 from trainer_bridge.jsonl import decode
 from trainer_bridge.records import Comparison
 from trainer_bridge.report import to_json
-from trainer_bridge.store.facts import RunHead, StepFacts
+from trainer_bridge.store.facts import RunHead, SampleFacts, StepFacts
 from trainer_bridge.store.partials import EQUAL_BIN
 from trainer_bridge.store.reader import RunStore
 from trainer_bridge.store.recorder import Recorder, RecordOptions
@@ -240,6 +240,51 @@ def test_infinite_figures_are_shown(tmp_path: Path) -> None:
     assert http.get("/api/runs/run/where").json()["groups"]["replica"][0][5] == "inf"
     for view in ("distribution", "worst", "steps/0", "steps/0/samples", "steps/0/sample?request=r&index=0"):
         assert http.get(f"/api/runs/run/{view}").status_code == 200, view
+
+
+@pytest.mark.parametrize(
+    ("rewards", "shown"),
+    [
+        ((float("nan"), 1.0), None),
+        ((float("inf"), 1.0), "inf"),
+        ((float("inf"), float("-inf")), None),
+        ((1.7e308, 1.7e308), "inf"),
+        ((), None),
+        ((1.0, 2.0), 1.5),
+    ],
+    ids=str,
+)
+def test_a_reward_that_is_no_number_hides_no_run(tmp_path: Path, rewards: tuple[float, ...], shown: Any) -> None:
+    """One NaN, as a broken reward function gives it, took the run's page down for good."""
+    samples = [sample()]
+    recorder = Recorder(tmp_path, RunHead("run"), options=RecordOptions(keep_rate=1.0))
+    facts = [SampleFacts(reward=rewards[0] if rewards else None)]
+    for step in range(2):
+        seconds = {"rollout": float("nan")}
+        recorder.record(StepFacts(step, rewards=rewards, seconds=seconds), samples, compare(samples), facts)
+    assert recorder.close().written == 2
+    http = client(tmp_path)
+    assert http.get("/api/runs/run").json()["trends"]["mean_reward"] == [shown] * 2
+    assert http.get("/api/runs/run/steps/1").json()["mean_reward"] == shown
+    for view in ("distribution", "where", "worst", "steps/0/samples", "steps/0/sample?request=r0&index=0"):
+        assert http.get(f"/api/runs/run/{view}").status_code == 200, view
+    assert http.get("/api/runs").json()["runs"][0]["bitwise_equal"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "worst?last=9223372036854775808",
+        "where?first=-9223372036854775809",
+        "steps/99999999999999999999",
+        "steps/0/sample?request=r&index=99999999999999999999",
+        f"steps/{'9' * 5000}",
+    ],
+)
+def test_numbers_that_no_column_holds_are_refused(run: tuple[Http, list[Comparison]], path: str) -> None:
+    answer = run[0].get(f"/api/runs/run/{path}")
+    assert answer.status_code == 400 and len(answer.text) < 200
+    assert run[0].get("/api/runs/run/worst?last=9223372036854775807").status_code == 200
 
 
 def test_explain_runs_the_command_on_the_sample(explaining: tuple[Http, dict[str, Any]]) -> None:

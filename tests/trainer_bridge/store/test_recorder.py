@@ -172,6 +172,18 @@ def test_options_and_facts_are_checked(tmp_path: Path) -> None:
     recorder.close()
 
 
+def test_a_step_after_the_close_is_dropped_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It was taken, and nobody ever wrote it."""
+    samples = batch(0)
+    recorder = Recorder(tmp_path, RunHead("r"))
+    assert recorder.record(StepFacts(0), samples, compare(samples))
+    recorder.close()
+    assert not recorder.record(StepFacts(1), samples, compare(samples))
+    totals = recorder.close()
+    assert (totals.written, totals.dropped, totals.waiting) == (1, 1, 0)
+    assert "step 1 is not recorded (the recorder was closed)" in caplog.text
+
+
 def test_many_writers_at_once_and_a_reader_beside_them(tmp_path: Path) -> None:
     """Ranks write one run on shared storage while the dashboard reads: no part is lost, none is seen half."""
     ranks, steps, done = 4, 5, threading.Event()

@@ -11,12 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, ParityError, RolloutError
 from trainer_bridge.store.facts import RunHead
 from trainer_bridge.store.reader import RunStore
 from trainer_bridge.store.recorder import Recorder, RecordOptions
 from trainer_bridge.verl import record
-from trainer_bridge.verl.record import BatchListener, listening, make_recorder
+from trainer_bridge.verl.record import (
+    BatchListener,
+    check_environment,
+    listening,
+    make_recorder,
+    record_options,
+    samples_of,
+)
 
 
 def whole(step: int | None = None, *, broken: bool = False, rows: int = 3) -> Any:
@@ -127,3 +134,38 @@ def test_the_environment_names_run_and_share(tmp_path: Path, caplog: pytest.LogC
     assert recorder.close().written == 1
     figures = read(tmp_path).figures("grpo")
     assert figures[1]["kept_samples"] == 0 and "run grpo is recorded in" in caplog.text
+
+
+def test_the_environment_is_judged_before_the_training(tmp_path: Path) -> None:
+    """Each of these ended the run with a traceback, at its first batch."""
+    for fields, match in (
+        ({"KEEP": "abc"}, "KEEP='abc' is not a number"),
+        ({"KEEP": "2"}, "KEEP='2'"),
+        ({"KEEP": "nan"}, "KEEP='nan'"),
+        ({"RUN": "a/b"}, "run name 'a/b'"),
+        ({"MODEL": str(tmp_path)}, r"no tokenizer\.json"),
+    ):
+        with pytest.raises(RolloutError, match=match):
+            check_environment({f"ZERODRIFT_RECORD_{name}": value for name, value in fields.items()})
+    check_environment({})
+    assert record_options({"ZERODRIFT_RECORD_KEEP": "0.5"}).keep_rate == 0.5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_batch_of_responses_is_labelled_with_the_rollouts_temperature() -> None:
+    """It was labelled 1.0, whatever it had been sampled at."""
+    batch = {
+        "old_log_probs": torch.tensor([[-1.0, -2.0]]),
+        "rollout_log_probs": torch.tensor([[-1.0, -2.0]]),
+        "response_mask": torch.tensor([[1, 1]]),
+        "responses": torch.tensor([[4, 5]]),
+    }
+
+    def labels(told: Any, stated: float | None) -> float:
+        columns = {} if told is None else {"zerodrift": np.array([{"temperature": told}], object)}
+        meta = {} if stated is None else {"temperature": stated}
+        return samples_of(SimpleNamespace(batch=batch, non_tensor_batch=columns, meta_info=meta))[0].temperature
+
+    assert (labels(0.5, None), labels(None, 0.5), labels(None, None)) == (0.5, 0.5, 1.0)
+    with pytest.raises(ParityError, match=r"sampled at temperature 0\.5"):
+        labels(0.5, 1.0)
