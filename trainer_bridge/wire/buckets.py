@@ -28,7 +28,13 @@ def plan_update(
 
     Args:
         tensors: from ``named_tensors``.
+
+    Raises:
+        InvalidRequest: no such policy.
     """
+    if policy not in set(UpdatePolicy):
+        known = ", ".join(str(one) for one in UpdatePolicy)
+        raise InvalidRequest(f"policy = {policy!r} is no UpdatePolicy; use {known}", field="policy")
     return WeightUpdate(
         version=version,
         digest=digest or "",
@@ -68,8 +74,8 @@ def update_messages(
     Raises:
         InvalidRequest: ``bucket_bytes`` < 1.
     """
-    if bucket_bytes < 1:
-        raise InvalidRequest(f"bucket_bytes = {bucket_bytes} must be >= 1", field="bucket_bytes")
+    if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise InvalidRequest(f"bucket_bytes = {bucket_bytes} must be an integer >= 1", field="bucket_bytes")
     return _ahead(_messages(update, tensors, bucket_bytes))
 
 
