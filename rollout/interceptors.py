@@ -167,12 +167,14 @@ class ErrorInterceptor(GuardInterceptor):
 
     @asynccontextmanager
     async def guard(self, details: grpc.HandlerCallDetails, context: Context) -> AsyncIterator[None]:
-        """Translate what the call raises; cancellation and grpc's own errors (abort, client gone) pass."""
+        """Translate what the call raises; cancellation and grpc's own ends (abort, client gone, stop) pass."""
         try:
             yield
-        except (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.InternalError):
+        except asyncio.CancelledError:
             raise
         except Exception as error:
+            if isinstance(error, grpc.aio.BaseError) and not isinstance(error, grpc.aio.UsageError):
+                raise
             request_id = current_request_id()
             if isinstance(error, RolloutError) and error.code != RolloutError.code:
                 retry_s = self._pace.next_delay_s() if isinstance(error, CapacityExceeded) else EARLIEST_S

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -28,7 +29,13 @@ from rollout.errors import (
     UnsupportedFeature,
     WeightUpdateError,
 )
-from rollout.interceptors import GuardInterceptor, current_request_id, standard_interceptors, status_of
+from rollout.interceptors import (
+    ErrorInterceptor,
+    GuardInterceptor,
+    current_request_id,
+    standard_interceptors,
+    status_of,
+)
 
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 # A call that ends while its client still writes may show grpc.aio's "Internal error from Core" instead of its status.
@@ -277,3 +284,33 @@ async def test_long_and_odd_messages_arrive_cut(message: str) -> None:
 def test_short_messages_are_whole() -> None:
     assert status_of(RolloutError("a" * 1000)).message == "a" * 1000
     assert status_of(RolloutError("a" * 1001)).message == "a" * 997 + "..."
+
+
+class Ended:
+    """A context whose abort ends the call, as grpc.aio's does."""
+
+    async def abort_with_status(self, status: Any) -> None:
+        raise grpc.aio.AbortError(status.details)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (grpc._cython.cygrpc._ServerStoppedError("Server already stopped."), False),
+        (grpc.aio.InternalError("the client is gone"), False),
+        (grpc.aio.AbortError("done"), False),
+        (grpc.aio.UsageError("ours"), True),
+        (ValueError("ours"), True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_only_our_own_faults_are_logged_as_such(
+    error: Exception, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stop in the middle of an update's stream was an internal error with a traceback in the log."""
+    context: Any = Ended()
+    found: Any = grpc.aio.AbortError if told else type(error)
+    with caplog.at_level(logging.ERROR), pytest.raises(found):
+        async with ErrorInterceptor().guard(SimpleNamespace(method="/x"), context):  # type: ignore[arg-type]
+            raise error
+    assert bool(caplog.records) == told
