@@ -36,6 +36,7 @@ from trainer_bridge.wire import (
     update_messages,
 )
 from trainer_bridge.wire.channel import PLAIN, AuthorizedStub, ClientSecurity, open_aio_channel, rollout_stub
+from trainer_bridge.wire.outgoing import Outgoing
 from trainer_bridge.wire.request import (
     DEFAULT_MAX_MESSAGE_BYTES,
     DEFAULT_TIMEOUT_S,
@@ -208,9 +209,10 @@ class AsyncRolloutClient:
         return await self._send_update(iter([codec.update_to_proto(update).SerializeToString()]))
 
     async def _send_update(self, messages: Iterator[bytes]) -> WeightState:
-        with translated():
+        outgoing = Outgoing(messages)
+        with outgoing.failures(), translated():
             update: Any = self._stub.UpdateWeights
-            response: pb.UpdateWeightsResponse = await update(messages, timeout=self._timeout_s)
+            response: pb.UpdateWeightsResponse = await update(outgoing.stream(), timeout=self._timeout_s)
         return codec.weights_from_proto(response.weights)
 
     async def abort(self, request_id: str = "", *, all_requests: bool = False) -> int:

@@ -37,6 +37,7 @@ from trainer_bridge.wire import (
     update_messages,
 )
 from trainer_bridge.wire.channel import PLAIN, AuthorizedStub, ClientSecurity, open_channel, rollout_stub
+from trainer_bridge.wire.outgoing import Outgoing
 from trainer_bridge.wire.request import (
     DEFAULT_MAX_MESSAGE_BYTES,
     DEFAULT_TIMEOUT_S,
@@ -191,9 +192,10 @@ class RolloutClient:
 
     def send_update(self, messages: Iterator[bytes]) -> WeightState:
         """One update as the serialized messages of its stream."""
-        with translated():
+        outgoing = Outgoing(messages)
+        with outgoing.failures(), translated():
             update: Any = self._stub.UpdateWeights
-            response: pb.UpdateWeightsResponse = update(messages, timeout=self._timeout_s)
+            response: pb.UpdateWeightsResponse = update(outgoing.stream(), timeout=self._timeout_s)
         return codec.weights_from_proto(response.weights)
 
     def abort(self, request_id: str = "", *, all_requests: bool = False) -> int:
