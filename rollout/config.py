@@ -222,6 +222,18 @@ class _UniqueKeys(yaml.SafeLoader):
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        # YAML 1.1 reads 010 as 8 and 1:30 as 90.
+        value: int = super().construct_yaml_int(node)
+        if ":" in node.value or (value and node.value.lstrip("+-")[0] == "0" and node.value.lstrip("+-0_").isdigit()):
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{node.value} would be read as {value}; write the number in decimal", node.start_mark
+            )
+        return value
+
+
+_UniqueKeys.add_constructor("tag:yaml.org,2002:int", _UniqueKeys.construct_yaml_int)
+
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSetting:

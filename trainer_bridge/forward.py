@@ -107,12 +107,17 @@ def check_samples(samples: Sequence[TrainingSample], spec: ModelSpec, names: Seq
         names: what messages call the samples; by default their numbers.
 
     Raises:
-        InvalidRequest: an empty part, ids that are no integers or outside the vocabulary, a sample beyond the context.
+        InvalidRequest: an empty part, ids that are no integers or outside the vocabulary, a sample beyond the context,
+            a temperature that none is sampled at.
     """
     vocab_size, context_length = spec.vocab_size, spec.context_length
     for i, sample in enumerate(samples):
         name = f"sample {i}" if names is None else names[i]
         prompt, generated = _checked_ids(sample, name)
+        try:
+            effective_temperature(sample.temperature)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{name}: {error.message}", field=error.field) from error
         if (length := prompt.size + generated.size) > context_length:
             raise InvalidRequest(
                 f"{name} has {length} tokens, the model's context holds {context_length}; the rollouts are another "

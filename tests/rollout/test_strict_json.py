@@ -64,3 +64,14 @@ def test_settings_say_one_thing_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("ZERODRIFT_engine__threads", "3")
     with pytest.raises(ConfigError, match=r"both set engine\.threads; remove one"):
         load_settings(None)
+
+
+@pytest.mark.parametrize(("text", "read"), [("010", 8), ("1:30", 90), ("-012", -10), ("0_7", 7)])
+def test_numbers_that_yaml_reads_in_another_base_are_refused(tmp_path: Path, text: str, read: int) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text(f"server: {{port: {text}}}\n")
+    with pytest.raises(ConfigError, match=f"{text} would be read as {read}; write the number in decimal"):
+        load_settings(file)
+    for fine, port in (("10", 10), ("0", 0), ("1_000", 1000), ("0x10", 16)):
+        file.write_text(f"server: {{port: {fine}}}\n")
+        assert load_settings(file).server.port == port

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -380,3 +381,44 @@ async def test_no_concurrency_is_refused_and_does_not_hang(
         await asyncio.wait_for(client.generate_many([REQUEST], concurrency=concurrency), 20)
     with pytest.raises(InvalidRequest, match="must be at least 1"):
         blocking.generate_many([REQUEST], concurrency=concurrency)
+
+
+BAD_UPDATES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "a version with a fraction": ([("a", np.zeros(2, np.float32))], {"version": 5.5}),
+    "a version beyond 64 bits": ([("a", np.zeros(2, np.float32))], {"version": 2**63}),
+    "a policy as text": ([("a", np.zeros(2, np.float32))], {"version": 5, "policy": "wait"}),
+    "a tensor without data": ([("a", torch.zeros(2, device="meta"))], {"version": 5}),
+    "a sparse tensor": ([("a", torch.eye(2).to_sparse())], {"version": 5}),
+    "a number for a name": ([(5, np.zeros(2, np.float32))], {"version": 5}),
+}
+
+
+@pytest.mark.parametrize("case", BAD_UPDATES)
+async def test_an_update_that_cannot_be_sent_says_why(
+    backend: FakeBackend, client: AsyncRolloutClient, blocking: RolloutClient, case: str
+) -> None:
+    """gRPC cancelled the asyncio caller, as if its own task had been cancelled, and told the other one nothing."""
+    tensors, options = BAD_UPDATES[case]
+    for send in (client.update_weights, partial(asyncio.to_thread, blocking.update_weights)):
+        with pytest.raises(InvalidRequest) as caught:
+            await asyncio.wait_for(send(tensors, **options), 20)  # type: ignore[operator]
+        assert "iterating" not in caught.value.message
+    assert (await client.info()).weights.version == 1, "control: the service goes on with what it had"
+    task = asyncio.current_task()
+    assert task is not None and not task.cancelling()
+
+
+async def test_a_caller_that_is_cancelled_stays_cancelled(backend: FakeBackend, client: AsyncRolloutClient) -> None:
+    """Control of the test above."""
+    backend.hold()
+    sent = asyncio.Event()
+
+    def tensors() -> Any:
+        yield "a", np.zeros(2, np.float32)
+        sent.set()
+
+    task = asyncio.create_task(client.update_weights(list(tensors()), version=5))
+    await asyncio.wait_for(sent.wait(), 20)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -201,6 +201,19 @@ async def test_seeds_of_later_prompts_go_round(tiny_qwen3_path: Path) -> None:
     assert last[0].token_ids.tolist() != zero.token_ids.tolist()
 
 
+async def test_a_temperature_out_of_range_in_a_full_line_is_named(tiny_qwen3_path: Path, tmp_path: Path) -> None:
+    settings = load_settings(None, [f"model.path={tiny_qwen3_path}", "server.port=0", "engine.kv_cache_tokens=4096"])
+    made = await generate_rollouts(
+        [(3,), (4,)], SamplingParams(max_tokens=2), n=1, digests=False, address=None, settings=settings
+    )
+    records = [record for record, _ in made]
+    assert records[1].sampling is not None
+    odd = replace(records[1], sampling=replace(records[1].sampling, temperature=1e-9))
+    write_rollouts(tmp_path / "r.jsonl", [records[0], odd])
+    with pytest.raises(InvalidRequest, match=r"request 'prompt1' sample 0: temperature = 1e-09 is outside"):
+        score_rollouts(tmp_path / "r.jsonl", settings, micro_batch=1)
+
+
 @pytest.mark.parametrize(("verb", "option"), [("generate", "--out"), ("compare", "--json"), ("compare", "--keep-rows")])
 def test_output_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path, verb: str, option: str) -> None:
     """No model is named here: the work itself would fail otherwise."""
