@@ -83,8 +83,12 @@ class GrpcCheckpointEngine(CheckpointEngine):
         Raises:
             ReplicaUnavailable: no server lives. ParityError: the handshake. WeightUpdateError: a service refused.
         """
-        # Every rank walks the generator: gathering a sharded tensor is a collective.
-        listed: list[tuple[str, torch.Tensor]] = [item async for item in ensure_async_iterator(weights)]
+        listed: list[tuple[str, torch.Tensor]] = []
+        # Every rank walks the generator: gathering a sharded tensor is a collective. Only the sender keeps what comes,
+        # and on the host, so that no device holds more than one gathered tensor.
+        async for name, tensor in ensure_async_iterator(weights):
+            if self._sends:
+                listed.append((name, tensor.detach().cpu()))
         aligned_process().serving(global_steps, self._policy)
         if not self._sends:
             return {}
