@@ -71,11 +71,15 @@ def binary_mask(values: npt.ArrayLike, where: str) -> Mask:
 
 
 def require_finite(name: str, values: Float32Array | None, mask: Mask, where: str) -> None:
-    """Refuse a NaN, an infinite or a positive log-prob at mask 1; at mask 0 anything goes."""
+    """Refuse at mask 1 a NaN, an infinity, and values none of which is negative: they are no log-probs.
+
+    Single positive ones pass: they are what somebody's rounding made, and a comparison is there to show it. At mask 0
+    anything goes.
+    """
     if values is None:
         return
     above = np.flatnonzero(mask & (values > MOST_LOGPROB) & np.isfinite(values))
-    if above.size:
+    if above.size and not (values[mask] < 0).any():
         position = int(above[0])
         raise InvalidRequest(
             f"{where}: {name} is {values[position]} at position {position} of {values.size}, a log-prob is at most 0 "

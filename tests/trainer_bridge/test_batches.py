@@ -212,10 +212,16 @@ def test_a2_what_the_rollout_says_of_its_temperature_is_heeded() -> None:
 
 
 def test_probabilities_are_no_log_probs() -> None:
-    row = f32([-1.0, 0.5])
-    for ours, theirs, side in ((row, f32([-1.0, -0.5]), "trainer"), (f32([-1.0, -0.5]), row, "rollout")):
+    row, real = f32([0.01, 0.5]), f32([-1.0, -0.5])
+    for ours, theirs, side in ((row, real, "trainer"), (real, row, "rollout")):
         with pytest.raises(InvalidRequest, match=f"{side}_logprobs is 0.5 at position 1.*probabilities"):
             samples_from_arrays([ours], [theirs], [[1, 1]], temperature=1.0)
         assert samples_from_arrays([ours], [theirs], [[1, 0]], temperature=1.0)[0].mask.sum() == 1
+
+
+def test_a_log_prob_that_somebodys_rounding_made_positive_is_compared() -> None:
+    """A trainer whose head is bfloat16 has such; to refuse the batch would hide what it is compared for."""
+    (sample,) = samples_from_arrays([f32([-1.0, 0.25])], [f32([-1.0, -0.5])], [[1, 1]], temperature=1.0)
+    assert sample.trainer_logprobs[1] == 0.25
     # What bfloat16 logits may leave above 0.
     assert samples_from_arrays([f32([0.1])], [f32([0.1])], [[1]], temperature=1.0)
