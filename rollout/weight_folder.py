@@ -6,7 +6,6 @@ error of the update. Headers are checked before anything is believed: hostile on
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.errors import UnsupportedFeature, WeightUpdateError
+from rollout.strict_json import strict_loads
 from rollout.types import TensorChunk
 from rollout.weights import TensorHasher
 
@@ -102,13 +102,15 @@ def _files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if index.is_file():
         try:
-            listed = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            listed = sorted(set(strict_loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (OSError, ValueError, LookupError, AttributeError, TypeError):
             raise WeightUpdateError(f"{INDEX_FILE} is no index of safetensors", field="begin.folder") from None
     else:
         listed = sorted(path.name for path in folder.glob("*.safetensors"))
     if not listed:
-        raise WeightUpdateError("the folder holds no *.safetensors", field="begin.folder")
+        # Not its name: no answer says where the root lies.
+        what = "the folder holds no *.safetensors" if folder.is_dir() else "there is no such folder"
+        raise WeightUpdateError(what, field="begin.folder")
     for name in listed:
         file = folder / str(name)
         # An index, or a link, must not lead out of the folder.
@@ -127,8 +129,8 @@ def _header(file: Path) -> list[StoredTensor]:
             length = int.from_bytes(stream.read(8), "little")
             if not 2 <= length <= min(MAX_HEADER_BYTES, total - 8):
                 raise bad(f"a header of {length} bytes in a file of {total}")
-            head: Any = json.loads(stream.read(length), object_pairs_hook=_once)
-    except (OSError, ValueError, RecursionError) as error:
+            head: Any = strict_loads(stream.read(length).decode("utf-8"))
+    except (OSError, ValueError) as error:
         raise bad(type(error).__name__) from None
     if not isinstance(head, dict):
         raise bad("its header is no object")
@@ -143,12 +145,6 @@ def _header(file: Path) -> list[StoredTensor]:
     if at != total:
         raise bad(f"its tensors end at byte {at} of {total}")
     return tensors
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) != len(pairs):
-        raise ValueError("a name comes twice")
-    return dict(pairs)
 
 
 def _entry(file: Path, name: str, value: Any, base: int, bad: Any) -> StoredTensor:

@@ -36,7 +36,7 @@ FEATURES: Mapping[str, str] = {
     "softcap": "tanh cap on attention scores",
     "alibi": "linear position biases",
     "mla": "multi-head latent attention",
-    "fp8": "8-bit floating point KV or weights",
+    "fp8": "weights or KV quantised to 8 bits or fewer, by any method",
     "rope_in_kernel": "rotary embedding inside the attention kernel",
     "additive_mask": "arbitrary additive attention mask",
     "attention_sinks": "learned sink logits",

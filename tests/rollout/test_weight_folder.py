@@ -15,9 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from rollout.errors import UnsupportedFeature, WeightUpdateError
+from rollout.errors import InvalidRequest, UnsupportedFeature, WeightUpdateError
+from rollout.types import UpdatePolicy
 from rollout.weight_folder import INDEX_FILE, folder_below, read_chunks, stored_digests, stored_tensors
 from rollout.weights import digest_of
+from trainer_bridge.wire import folder_update
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -118,7 +120,12 @@ def test_an_index_cannot_lead_out(folder: Path, named: str) -> None:
         stored_tensors(folder)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": []}}', "\xff"])
+TWICE = '{"weight_map": {"a": "model.safetensors", "a": "model.safetensors"}}'
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": []}}', "\xff", "[" * 100_000, TWICE]
+)
 def test_a_broken_index(folder: Path, text: str) -> None:
     (folder / INDEX_FILE).write_bytes(text.encode("latin-1"))
     with pytest.raises(WeightUpdateError):
@@ -128,6 +135,10 @@ def test_a_broken_index(folder: Path, text: str) -> None:
 def test_a_folder_without_weights(tmp_path: Path) -> None:
     with pytest.raises(WeightUpdateError, match=r"no \*.safetensors"):
         stored_tensors(tmp_path)
+    with pytest.raises(WeightUpdateError, match="there is no such folder"):
+        stored_tensors(tmp_path / "gone")
+    with pytest.raises(InvalidRequest, match="folder is empty; name one below the root"):
+        folder_update("", tmp_path, version=1, policy=UpdatePolicy.WAIT)
 
 
 # ---- headers ----------------------------------------------------------------------------------------------------

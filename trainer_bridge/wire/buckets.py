@@ -55,8 +55,11 @@ def folder_update(
         root: the same root, where this process sees it.
 
     Raises:
-        WeightUpdateError: outside the root, no safetensors there, or malformed ones.
+        InvalidRequest: no folder is named. WeightUpdateError: outside the root, no safetensors there, or malformed
+            ones.
     """
+    if not folder:
+        raise InvalidRequest("folder is empty; name one below the root, '.' for the root itself", field="folder")
     from rollout.weight_folder import folder_below, stored_digests
     from rollout.weights import root_digest
 
