@@ -23,6 +23,7 @@ from rollout.types import (
     WeightState,
 )
 from rollout.v1 import rollout_pb2 as pb
+from trainer_bridge.together import together
 from trainer_bridge.wire import (
     DEFAULT_BUCKET_BYTES,
     Assembler,
@@ -145,13 +146,7 @@ class AsyncRolloutClient:
             async with slots:
                 return await self._collect(request, None)
 
-        tasks = [asyncio.ensure_future(one(request)) for request in requests]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await together(one(request) for request in requests)
 
     async def score(
         self,

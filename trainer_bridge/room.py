@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from rollout.errors import CapacityExceeded
+from trainer_bridge.together import together
 
 T = TypeVar("T")
 SAMPLES_UNDER_WAY = 256
@@ -73,10 +74,4 @@ async def gather_in_room(
         What a call raises; see ``Room.run``.
     """
     room = Room(max(1, SAMPLES_UNDER_WAY // samples_each), patience_s=patience_s)
-    tasks = [asyncio.ensure_future(room.run(call)) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    return await together(room.run(call) for call in calls)
