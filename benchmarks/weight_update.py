@@ -174,7 +174,8 @@ def report(found: dict[str, Any], console: Console) -> float:
     table = Table(title=f"{size / 1e6:.0f} MB to 2 replicas", title_justify="left")
     for name in ("", "seconds, median", "range", "GB/s", "of one copy's speed", "of two copies'"):
         table.add_column(name, justify="right" if name else "left")
-    found["shares"], found["shares_of_two"] = shares, of_two = {}, {}
+    shares: dict[str, float] = {}
+    of_two: dict[str, float] = {}
     for what, seconds in taken.items():
         middle = statistics.median(seconds)
         shown = f"{middle:.3f}", f"{min(seconds):.3f}-{max(seconds):.3f}", f"{size / middle / 1e9:.2f}"
@@ -185,6 +186,7 @@ def report(found: dict[str, Any], console: Console) -> float:
         of_two[what], words_of_two = share(taken["copies"], seconds)
         table.add_row(f"update, {what}", *shown, words, words_of_two)
     console.print(table)
+    found["shares"], found["shares_of_two"] = shares, of_two
     return shares.get("stream", 1.0)
 
 

@@ -25,10 +25,18 @@ def token_ids(values: Iterable[Any], field: str) -> tuple[int, ...]:
         items = list(values.tolist() if hasattr(values, "tolist") else values)
     except TypeError:
         raise InvalidRequest(f"{field} is {values!r:.60}, must be a list of integers", field=field) from None
-    return tuple(item if type(item) is int else _id(item, f"{field}[{i}]", field) for i, item in enumerate(items))
+    return tuple(item if type(item) is int else integer(item, f"{field}[{i}]", field) for i, item in enumerate(items))
 
 
-def _id(item: Any, name: str, field: str) -> int:
+def integer(item: Any, name: str, field: str) -> int:
+    """A number as Python's own integer.
+
+    Args:
+        name: what the message calls it. field: of the error.
+
+    Raises:
+        InvalidRequest: as ``token_ids``.
+    """
     shape: Any = getattr(item, "shape", ())
     try:
         if isinstance(item, bool) or shape:

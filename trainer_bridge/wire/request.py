@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from rollout.errors import InvalidRequest
 from rollout.images import ImageInput
 from rollout.types import GenerateRequest, SamplingParams, ScoreRequest, ScoreSequence
-from trainer_bridge.ids import token_ids
+from trainer_bridge.ids import integer, token_ids
 
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_MAX_MESSAGE_BYTES = 256 * 1024 * 1024
@@ -84,7 +84,7 @@ def _whole(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found = dict(options)
     for name in _COUNTS & found.keys():
         if type(found[name]) is not int and not (found[name] is None and name in _MAY_BE_LEFT):
-            (found[name],) = token_ids([found[name]], f"{prefix}{name}")
+            found[name] = integer(found[name], f"{prefix}{name}", f"{prefix}{name}")
     return found
 
 
